@@ -1,0 +1,86 @@
+"""A pool of real processes that run one function as a distributed job, over gloo, again and again.
+
+Importing megatron takes seconds; the pool pays it once per process for the whole test session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from dataclasses import dataclass
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _worker(pipe) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    from trt_rl.trainer import cpu
+
+    cpu.install()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    while (job := pipe.recv()) is not None:
+        function, rank, world, port, args = job
+        try:
+            module, name = function.rsplit(":", 1)
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            dist.init_process_group("gloo", rank=rank, world_size=world)
+            result = (True, getattr(importlib.import_module(module), name)(*args))
+        except BaseException:  # the parent re-raises it with this rank's traceback
+            result = (False, f"rank {rank}:\n{traceback.format_exc()}")
+        finally:
+            with contextlib.suppress(AssertionError):
+                parallel_state.destroy_model_parallel()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(result)
+
+
+@dataclass
+class Pool:
+    size: int
+
+    def __post_init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.members = []
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_worker, args=(there,), daemon=True)
+            process.start()
+            self.members.append((process, here))
+
+    def run(self, world: int, function: str, *args, timeout: float = 240) -> list:
+        """Results of `module:function(*args)` from every rank. Raises the first failure with its traceback."""
+        port = free_port()
+        members = self.members[:world]
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send((function, rank, world, port, args))
+        results = []
+        for rank, (process, pipe) in enumerate(members):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"rank {rank} of {world} did not finish {function} in {timeout} s (alive: {process.is_alive()})")
+            results.append(pipe.recv())
+        failures = [text for ok, text in results if not ok]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process, pipe in self.members:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+            process.join(5)
+            if process.is_alive():
+                process.kill()

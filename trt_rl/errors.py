@@ -1,0 +1,33 @@
+"""Errors a user can act on. Each message names what was given, what is allowed and what would work."""
+
+
+class TrtRlError(Exception):
+    """Base of every error that the command line prints without a traceback."""
+
+
+class RecipeError(TrtRlError):
+    """The recipe cannot run as written; the message lists every violation found."""
+
+
+class ModelError(TrtRlError):
+    """A Hugging Face model folder is missing, damaged or of an unsupported kind."""
+
+
+class DataError(TrtRlError):
+    """A data set is empty, unreadable or lacks a required column."""
+
+
+class RefitError(TrtRlError):
+    """A weight transfer was refused or failed; nothing of it may be served."""
+
+
+class CheckpointError(TrtRlError):
+    """A checkpoint is missing, damaged or belongs to another model or layout."""
+
+
+class WorkerDied(TrtRlError):
+    """A process of the run ended before its work was done."""
+
+
+class EngineError(TrtRlError):
+    """A rollout engine cannot serve the request it was given."""
