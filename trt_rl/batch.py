@@ -19,6 +19,7 @@ class Batch:
     engine_logp_N_S: torch.Tensor  # float32, reported by the rollout engine
     advantages_N_S: torch.Tensor  # float32
     old_logp_N_S: torch.Tensor  # float32, of the policy before this step's updates
+    correction_N_S: torch.Tensor  # float32, importance weight between engine and trainer
     weights_N_S: torch.Tensor  # float32, share of each token in the loss of its mini-batch
 
     def __len__(self) -> int:
@@ -37,7 +38,7 @@ class Batch:
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], engine_logps: list[list[float]]) -> Batch:
-    """Pad samples into one batch; advantages, old log-probs and weights start as zeros."""
+    """Pad samples into one batch; advantages, old log-probs and weights start as zeros, corrections as ones."""
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     shape = (len(lengths), max(lengths))
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -48,4 +49,4 @@ def make_batch(prompts: list[list[int]], responses: list[list[int]], engine_logp
         mask[row, first:last] = 1.0
         engine[row, first:last] = torch.tensor(logp)
     zeros = torch.zeros(shape)
-    return Batch(tokens, torch.tensor(lengths), mask, engine, zeros, zeros, zeros)
+    return Batch(tokens, torch.tensor(lengths), mask, engine, zeros, zeros, torch.ones(shape), zeros)

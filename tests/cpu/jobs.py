@@ -48,3 +48,46 @@ def logits(folder: str, layout: Layout, precision: str = "fp32"):
         if not torch.equal(original.to(tensor.dtype), tensor):
             wrong.append(name)
     return dist.get_rank(), by_row, wrong
+
+
+def recipe(folder: str, layout: Layout, precision: str = "fp32", **sections):
+    from trt_rl.config import parse_recipe
+
+    tree = {
+        "name": "test",
+        "model": {"path": str(folder)},
+        "data": {"train": {"source": "tests.cpu.tasks:rows"}, "max_prompt_tokens": 64},
+        "reward": {"function": "tests.cpu.tasks:score"},
+        "rollout": {"engine": "hf", "prompts_per_step": 4, "group_size": 2, "sampling": {"max_tokens": 32}},
+        "trainer": {
+            "parallel": vars(layout),
+            "precision": precision,
+            "microbatch_tokens": 100,
+            "logprob_chunk": 7,
+            "optimizer": {"lr": 1e-3},
+        },
+        "refit": {"bucket_mib": 1},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    return parse_recipe(tree)
+
+
+def ready_batch(batch: Batch) -> Batch:
+    from trt_rl.algo.loss import token_weights
+
+    generator = torch.Generator().manual_seed(5)
+    advantages = torch.randn(len(batch), 1, generator=generator) * batch.mask_N_S
+    return batch.with_(advantages_N_S=advantages, weights_N_S=token_weights(batch.mask_N_S, "token_mean"))
+
+
+def train_steps(folder: str, layout: Layout, steps: int = 5, precision: str = "fp32"):
+    """Metrics of `steps` updates against the log-probs of the untouched policy, from the reporting rank."""
+    from trt_rl.trainer.group import assemble
+    from trt_rl.trainer.rank import MegatronRank
+
+    trainer = MegatronRank(recipe(folder, layout, precision))
+    batch, parts = ready_batch(sample_batch()), [None] * layout.world
+    dist.all_gather_object(parts, trainer.logprobs(batch))
+    old, _ = assemble(batch, parts)
+    return [trainer.train(batch.with_(old_logp_N_S=old)) for _ in range(steps)]

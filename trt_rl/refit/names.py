@@ -54,7 +54,6 @@ def hf_pieces(name: str, arch: Arch, layout: Layout, at: Coordinates) -> list[Pi
     Raises:
         RefitError: the name is not part of a Qwen3 model in Megatron-core.
     """
-    name = name.removeprefix("module.").removeprefix("module.")
     if name == "embedding.word_embeddings.weight":
         return _vocabulary("model.embed_tokens.weight", arch, layout, at)
     if name == "output_layer.weight":
@@ -78,14 +77,13 @@ def owns(name: str, at: Coordinates, layout: Layout, arch: Arch) -> bool:
 
     One rank owns every value: the first replica of a shard, and tensor-parallel rank 0 of what is not cut.
     """
-    bare = name.removeprefix("module.").removeprefix("module.")
-    if ".experts." in bare:
+    if ".experts." in name:
         return at.edp == 0
     if at.dp or at.cp:
         return False
-    if bare == "output_layer.weight" and arch.tied:
+    if name == "output_layer.weight" and arch.tied:
         return False  # the copy of the embedding that Megatron keeps on the last pipeline stage
-    replicated = bare.endswith("final_layernorm.weight") or any(bare.endswith("." + suffix) for suffix in _WHOLE)
+    replicated = name.endswith("final_layernorm.weight") or any(name.endswith("." + suffix) for suffix in _WHOLE)
     return at.tp == 0 or not replicated
 
 

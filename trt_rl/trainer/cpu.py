@@ -22,6 +22,7 @@ before anything imports megatron (ModelOpt imports it too) and refuses to run wh
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import warnings
 
@@ -167,13 +168,16 @@ def _patch_megatron() -> None:
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
             import megatron.core.optimizer as optimizer
             import megatron.core.tensor_parallel.random as rng
+            from megatron.core.optimizer import distrib_optimizer
             from megatron.core.models.gpt import gpt_model  # noqa: F401  imports every module that uses the fuser
             from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
         torch.compile = compiler
 
-    optimizer.Adam = GroupStepAdam
+    optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
+    # It warns whenever the CPU generator moves inside a "GPU" region; here they are one generator.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     moe_utils.te_general_gemm = None
 

@@ -81,7 +81,8 @@ def transformer_config(arch: Arch, layout: Layout, precision: str, overrides: di
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.tp > 1,
-        perform_initialization=False,
+        # Initialisation also marks parameters as tensor parallel; without it the gradient norm misses shards.
+        perform_initialization=True,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
         apply_rope_fusion=on_gpu,

@@ -1,0 +1,75 @@
+"""Everything about a recipe that can be known before a process starts. No GPU, no torch."""
+
+from __future__ import annotations
+
+from trt_rl.arch import Arch
+from trt_rl.config import OWNED_ENGINE, OWNED_MEGATRON, Recipe
+from trt_rl.errors import ModelError, RecipeError, RefitError
+from trt_rl.layout import divisors
+from trt_rl.refit.precision import PrecisionTable
+
+
+def check(recipe: Recipe) -> Arch:
+    """Check the recipe against its model and against itself.
+
+    Raises:
+        RecipeError: lists every violation with the values that would work.
+    """
+    found = list(_own_violations(recipe))
+    arch = None
+    try:
+        arch = Arch.load(recipe.model.path)
+        found += arch.layout_violations(recipe.trainer.parallel.layout())
+        found += _model_violations(recipe, arch)
+    except ModelError as error:
+        found.append(str(error))
+    if found:
+        raise RecipeError(f"the recipe cannot run: {len(found)} problem(s)\n" + "\n".join(f"  - {line}" for line in found))
+    return arch
+
+
+def _own_violations(recipe: Recipe):
+    rollout, trainer, algo = recipe.rollout, recipe.trainer, recipe.algo
+    yield from trainer.parallel.layout().violations()
+    samples = rollout.prompts_per_step * rollout.group_size
+    if samples % trainer.mini_batches:
+        works = [d for d in divisors(samples) if d <= 64]
+        yield (
+            f"trainer.mini_batches = {trainer.mini_batches} does not divide the {samples} samples of a step "
+            f"(rollout.prompts_per_step * group_size); works: {works}"
+        )
+    if algo.dynamic_sampling.enabled and algo.dynamic_sampling.on_shortfall == "train" and trainer.mini_batches > 1:
+        yield "algo.dynamic_sampling.on_shortfall = train may leave any number of samples; set trainer.mini_batches = 1 or on_shortfall = stop"
+    if rollout.sampling.temperature == 0:
+        yield "rollout.sampling.temperature = 0 is greedy: all samples of a group are equal and nothing is learned; use 1.0"
+    if rollout.sampling.top_p < 1 or rollout.sampling.top_k:
+        yield (
+            f"rollout.sampling.top_p = {rollout.sampling.top_p}, top_k = {rollout.sampling.top_k}: the trainer's log-probs are "
+            "under the full distribution; use top_p = 1.0 and top_k = 0 for training (rollout.validation may truncate)"
+        )
+    overlong = algo.overlong
+    if overlong.enabled and overlong.buffer_tokens > rollout.sampling.max_tokens:
+        yield (
+            f"algo.overlong.buffer_tokens = {overlong.buffer_tokens} exceeds rollout.sampling.max_tokens = "
+            f"{rollout.sampling.max_tokens}; use at most that"
+        )
+    if trainer.optimizer.min_lr > trainer.optimizer.lr:
+        yield f"trainer.optimizer.min_lr = {trainer.optimizer.min_lr} exceeds lr = {trainer.optimizer.lr}"
+    for key in trainer.megatron.keys() & OWNED_MEGATRON.keys():
+        yield f"trainer.megatron.{key} is set by trt_rl from {OWNED_MEGATRON[key]}; remove it"
+    for engine, owned in OWNED_ENGINE.items():
+        for key in getattr(rollout, engine).keys() & owned.keys():
+            yield f"rollout.{engine}.{key} is set by trt_rl from {owned[key]}; remove it"
+
+
+def _model_violations(recipe: Recipe, arch: Arch):
+    longest = recipe.data.max_prompt_tokens + max(recipe.rollout.sampling.max_tokens, recipe.validation_sampling.max_tokens)
+    if longest > arch.max_positions:
+        yield (
+            f"data.max_prompt_tokens + rollout max_tokens = {longest} exceeds the model's "
+            f"max_position_embeddings = {arch.max_positions}; lower one of them"
+        )
+    try:
+        PrecisionTable.build(arch, recipe.refit.format, tuple(recipe.refit.exclude))
+    except RefitError as error:
+        yield str(error)

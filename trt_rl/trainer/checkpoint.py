@@ -1,0 +1,35 @@
+"""Model and optimizer state through `megatron.core.dist_checkpointing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+# The optimizer's default sharding raises "flattened_range is not supported" in megatron-core 0.16.1.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def _state(model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, loading: bool) -> dict:
+    weights = model.sharded_state_dict(metadata=_METADATA)
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_METADATA),
+        "schedule": schedule.state_dict(),
+    }
+
+
+def save(folder: Path, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
+    """Write this rank's part of the state into the existing, empty `folder`. Collective."""
+    dist_checkpointing.save(_state(model, optimizer, schedule, loading=False), str(folder), content_metadata=_METADATA)
+
+
+def load(folder: Path, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
+    """Restore what `save` wrote, in place. Collective."""
+    state = dist_checkpointing.load(_state(model, optimizer, schedule, loading=True), str(folder))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])

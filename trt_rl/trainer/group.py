@@ -1,0 +1,113 @@
+"""The driver's handle on all trainer ranks: one Ray actor each, called together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from trt_rl.batch import Batch
+from trt_rl.config import Recipe
+from trt_rl.errors import RefitError
+from trt_rl.processes import gather, node_address_and_port
+
+
+class MegatronActor:
+    """A Ray actor around one `MegatronRank`; the import order below is why they are two classes."""
+
+    def __init__(self, recipe: Recipe, rank: int) -> None:
+        self.recipe, self.rank = recipe, rank
+
+    def start(self, host: str, port: int) -> None:
+        """Join the default process group and build the model. Collective over all ranks."""
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(0)  # Ray shows each actor one GPU
+        else:
+            from trt_rl.trainer import cpu
+
+            torch.set_num_threads(1)
+            cpu.install()
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo", rank=self.rank, world_size=self.recipe.trainer.parallel.layout().world
+        )
+        from trt_rl.trainer.rank import MegatronRank
+
+        self.trainer = MegatronRank(self.recipe)
+
+    def address(self) -> tuple[str, int]:
+        return node_address_and_port()
+
+    def do(self, method: str, *args: Any) -> Any:
+        return getattr(self.trainer, method)(*args)
+
+
+@dataclass
+class TrainerGroup:
+    """All ranks of the trainer. Every method returns when every rank has finished."""
+
+    recipe: Recipe
+    actors: list[ray.actor.ActorHandle]
+
+    @classmethod
+    def start(cls, recipe: Recipe) -> TrainerGroup:
+        world = recipe.trainer.parallel.layout().world
+        actor = ray.remote(num_cpus=1, num_gpus=1 if torch.cuda.is_available() else 0)(MegatronActor)
+        actors = [actor.options(name=f"trainer-{rank}").remote(recipe, rank) for rank in range(world)]
+        return cls(recipe, actors)
+
+    def build(self) -> None:
+        """Bring up process groups and load the model. Ranks start together, so call it once all actors exist."""
+        host, port = self._wait([self.actors[0].address.remote()])[0]
+        self._wait([actor.start.remote(host, port) for actor in self.actors])
+
+    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies `[N, S]` under the current weights, FP32, zero outside the mask."""
+        return assemble(batch, self._all("logprobs", ray.put(batch)))
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """One step's updates; metrics from the reporting rank."""
+        return next(m for m in self._all("train", ray.put(batch)) if m)
+
+    def connect(self, host: str, port: int, engines: int) -> list[ray.ObjectRef]:
+        """Begin joining the refit group; the engines must join at the same time. Resolve with `precision_digest`."""
+        return self.begin("connect", host, port, engines)
+
+    def begin(self, method: str, *args: Any) -> list[ray.ObjectRef]:
+        """Start `method` on every rank without waiting."""
+        return [actor.do.remote(method, *args) for actor in self.actors]
+
+    def save(self, folder: str) -> None:
+        self._all("save", folder)
+
+    def load(self, folder: str) -> None:
+        self._all("load", folder)
+
+    def export_hf(self, folder: str) -> None:
+        self._all("export_hf", folder)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._wait(self.begin(method, *args))
+
+    def _wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
+        return gather(refs, [f"trainer rank {i}" for i in range(len(refs))], self.recipe.run.wait_s)
+
+
+def assemble(batch: Batch, parts: list[list[tuple[list[int], torch.Tensor, torch.Tensor]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put every rank's rows back into `[N, S]`.
+
+    Raises:
+        RefitError: a row is missing, which means that ranks disagree about the plan.
+    """
+    logp, entropy = torch.zeros_like(batch.engine_logp_N_S), torch.zeros_like(batch.engine_logp_N_S)
+    seen: set[int] = set()
+    for rows, rank_logp, rank_entropy in (piece for part in parts for piece in part):
+        logp[rows], entropy[rows] = rank_logp, rank_entropy
+        seen.update(rows)
+    if len(seen) != len(batch):
+        raise RefitError(f"trainer ranks returned log-probs of {len(seen)} of {len(batch)} samples")
+    return logp, entropy

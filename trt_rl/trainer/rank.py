@@ -1,0 +1,131 @@
+"""One Megatron rank: model, optimizer and the operations the driver asks of every rank together.
+
+Imports megatron; on a machine without CUDA the stand-ins of `trainer.cpu` must be installed first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from trt_rl.algo.loss import clipped_policy_loss
+from trt_rl.arch import Arch
+from trt_rl.batch import Batch
+from trt_rl.config import Recipe
+from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.send import ShardSource, send
+from trt_rl.refit.transport import GlooLink
+from trt_rl.trainer import checkpoint
+from trt_rl.trainer.model import build_model, start_parallel_state
+from trt_rl.trainer.optimizer import make_optimizer, make_schedule, wrap
+from trt_rl.trainer.step import Pass, local_rows, logprob_pass, train_pass
+from trt_rl.trainer.weights import gather_hf, load_hf
+
+
+class MegatronRank:
+    """Every method is collective over all ranks unless it says otherwise."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        trainer = recipe.trainer
+        self.recipe, self.arch, self.layout = recipe, Arch.load(recipe.model.path), trainer.parallel.layout()
+        self.rank = dist.get_rank()
+        start_parallel_state(self.layout, recipe.seed)
+        self.module = build_model(self.arch, self.layout, trainer.precision, trainer.megatron)
+        load_hf(self.module, recipe.model.path, self.arch, self.layout)
+        self.model = wrap(self.module, overlap=torch.cuda.is_available())
+        self.optimizer = make_optimizer(self.model, trainer.optimizer, bf16=trainer.precision == "bf16")
+        self.schedule = make_schedule(self.optimizer, trainer.optimizer, recipe.run.steps * trainer.mini_batches)
+        self.settings = Pass(
+            self.arch, self.layout, trainer.microbatch_tokens, trainer.logprob_chunk, recipe.rollout.sampling.temperature
+        )
+        algo = recipe.algo
+        self.loss = partial(clipped_policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip)
+        self.link: GlooLink | None = None
+
+    def logprobs(self, batch: Batch) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
+        """Row numbers, log-probs and entropies of this rank's rows; empty where another rank reports them."""
+        self.model.eval()
+        size, results = len(batch) // self.recipe.trainer.mini_batches, []
+        for i, part in enumerate(batch.minibatches(self.recipe.trainer.mini_batches)):
+            rows, logp, entropy = logprob_pass([self.model], part, self.settings)
+            if self._reports():
+                results.append(([i * size + row for row in rows], logp, entropy))
+        return results
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """One optimizer update per mini-batch. Metrics are means over the mini-batches, from one rank only."""
+        self.model.train()
+        parts, totals = batch.minibatches(self.recipe.trainer.mini_batches), {}
+        for part in parts:
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            lr = self.optimizer.param_groups[0]["lr"]
+            metrics = train_pass([self.model], part, self.settings, self._loss)
+            ok, norm, _ = self.optimizer.step()
+            if not ok:
+                raise FloatingPointError(f"rank {self.rank}: the optimizer refused the update (gradient norm {norm})")
+            self.schedule.step(increment=1)
+            for name, value in (metrics | {"grad_norm": float(norm), "lr": lr}).items():
+                totals[name] = totals.get(name, 0.0) + value / len(parts)
+        return totals if self._reports() else {}
+
+    def _loss(self, logp: torch.Tensor, entropy: torch.Tensor, rows: Batch):
+        mine = local_rows(rows)
+        loss, sums = self.loss(
+            logp, mine.old_logp_N_S, mine.advantages_N_S, mine.correction_N_S, mine.weights_N_S
+        )
+        return loss, sums | {"loss": loss, "entropy": (entropy * mine.weights_N_S).sum()}
+
+    def _reports(self) -> bool:
+        """Last stage, first tensor- and context-parallel rank: it has complete results of its rows."""
+        return (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    # --- refit -------------------------------------------------------------------------------------------------
+
+    def connect(self, host: str, port: int, engines: int) -> str:
+        """Join the refit group with `engines` engines; returns the digest of this side's precision table."""
+        refit, world = self.recipe.refit, self.layout.world
+        table = PrecisionTable.build(self.arch, refit.format, tuple(refit.exclude))
+        self.source = ShardSource(
+            self.arch,
+            self.layout,
+            self.rank,
+            table,
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+            refit.bucket_mib * 2**20,
+        )
+        self.engines = list(range(world, world + engines))
+        self.link = GlooLink(host, port, self.rank, world + engines, refit.timeout_s)
+        return table.digest
+
+    def send_weights(self, version: int) -> int:
+        """Send this rank's share of `version` to every engine; returns the bytes sent."""
+        return send(self.source, self.module.named_parameters(), self.link, self.engines, version)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        checkpoint.save(Path(folder), self.model, self.optimizer, self.schedule)
+
+    def load(self, folder: str) -> None:
+        checkpoint.load(Path(folder), self.model, self.optimizer, self.schedule)
+
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder (rank 0), without config or tokenizer."""
+        from trt_rl.refit.hf_files import write_folder
+
+        tensors = gather_hf(self.module, self.arch, self.layout)
+        if self.rank == 0:
+            write_folder(Path(folder), tensors)
+        else:
+            for _ in tensors:
+                pass
