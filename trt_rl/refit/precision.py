@@ -42,9 +42,12 @@ class PrecisionTable:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
                 raise RefitError(f"refit.exclude: {pattern!r} matches no tensor; names look like {list(shapes)[2]!r}")
         kept = _ALWAYS_BF16 + tuple(exclude)
-        return cls(
-            {name: "bf16" if any(fnmatch.fnmatchcase(name, p) for p in kept) else format for name in shapes}, shapes
-        )
+        formats = {name: "bf16" if any(fnmatch.fnmatchcase(name, p) for p in kept) else format for name in shapes}
+        for layer in arch.moe_layers:
+            at = f"model.layers.{layer}.mlp.experts."
+            if len({f for name, f in formats.items() if name.startswith(at)}) > 1:
+                raise RefitError(f"refit.exclude splits the experts of layer {layer}; engines fuse them: exclude all ({at}*) or none")
+        return cls(formats, shapes)
 
     def wire_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Every tensor that travels: name -> (dtype, shape). FP8 weights bring their `_scale_inv`."""

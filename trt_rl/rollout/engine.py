@@ -1,0 +1,163 @@
+"""The interface every rollout engine implements, and the names they are known by.
+
+An engine owns model weights that only a refit can change. It takes token ids and gives token ids with the
+log-probability of each under the distribution that sampled it. It never imports megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trt_rl.arch import Arch
+from trt_rl.config import SamplingSettings
+from trt_rl.errors import EngineError
+from trt_rl.refit.bucket import Bucket
+from trt_rl.refit.precision import PrecisionTable
+
+PauseMode = Literal["drain", "abort", "keep"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled. `temperature == 0` is greedy; `top_k == 0` keeps all tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def of(cls, settings: SamplingSettings, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
+        return cls(stop_token_ids=stop_token_ids, seed=seed, **settings.model_dump())
+
+    def problem(self) -> str | None:
+        """What is wrong with these values, or None."""
+        if self.temperature < 0:
+            return f"temperature = {self.temperature} must be at least 0"
+        if not 0 < self.top_p <= 1:
+            return f"top_p = {self.top_p} must be in (0, 1]"
+        if self.top_k < 0:
+            return f"top_k = {self.top_k} must be at least 0 (0 keeps all tokens)"
+        if self.max_tokens < 1:
+            return f"max_tokens = {self.max_tokens} must be at least 1"
+        return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued once. Requests that share a prompt share its prefill."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass
+class Completion:
+    """What an engine made of a request. Stop tokens stay in `tokens`; an aborted request keeps what it had."""
+
+    id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, under the distribution that sampled it; of greedy tokens, under the plain softmax."""
+    versions: list[int] = field(default_factory=list)
+    """Weight version that sampled each token."""
+    finish: Literal["stop", "length", "abort"] = "length"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do; the plan checks a recipe against it before anything starts."""
+
+    formats: tuple[str, ...]
+    pause_modes: tuple[PauseMode, ...]
+    sleep: bool
+    tensor_parallel: bool
+
+
+class RolloutEngine(ABC):
+    """An engine inside its own process. Methods may be called from any thread; `generate` from an event loop."""
+
+    capabilities: Capabilities
+
+    @abstractmethod
+    def start(self) -> None:
+        """Bring the model up without weights. Nothing is served until a first refit commits."""
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """Continue one prompt.
+
+        Raises:
+            EngineError: bad sampling values, an empty or over-long prompt, or no committed weights.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """End a request early; its `generate` returns what it has. Unknown ids are ignored."""
+
+    @abstractmethod
+    def pause(self, mode: PauseMode) -> None:
+        """Stop generating: after running requests finish (`drain`), at once with partial results (`abort`), or
+        at once and to be continued (`keep`). New requests wait. Returns when nothing runs any more."""
+
+    @abstractmethod
+    def resume(self) -> None: ...
+
+    @abstractmethod
+    def begin_refit(self, version: int) -> None:
+        """Open the transaction. From here to `commit_refit` the engine is poisoned: it serves nothing.
+
+        Raises:
+            RefitError: requests are running, or `version` is not newer than the committed one.
+        """
+
+    @abstractmethod
+    def load_bucket(self, bucket: Bucket) -> None: ...
+
+    @abstractmethod
+    def commit_refit(self, version: int) -> dict[str, float]:
+        """Check that everything arrived, drop caches of the old version, serve the new one. Returns counters."""
+
+    @abstractmethod
+    def abort_refit(self, reason: str) -> None:
+        """Give the transaction up. The engine stays poisoned until a full refit commits."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None: ...
+
+    @abstractmethod
+    def health(self) -> dict[str, Any]:
+        """`version` (None before the first commit), `poisoned` (reason or None)."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters since start."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the engine; waiting requests fail with an EngineError."""
+
+
+ENGINES = {"hf": "trt_rl.rollout.hf:HFEngine"}
+
+
+def make_engine(name: str, model_path: str, arch: Arch, table: PrecisionTable, options: dict[str, Any]) -> RolloutEngine:
+    """Import the engine's module, only now, and construct it.
+
+    Raises:
+        EngineError: the name is unknown, its package cannot be imported, or it rejects an option.
+    """
+    if name not in ENGINES:
+        raise EngineError(f"rollout.engine = {name!r} is unknown; engines: {', '.join(ENGINES)}")
+    module, attribute = ENGINES[name].split(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise EngineError(f"rollout.engine = {name!r} cannot be imported here: {error}") from error
+    return kind(model_path, arch, table, **options)
