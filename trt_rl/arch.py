@@ -162,8 +162,11 @@ class Arch:
         if self.experts:
             must_divide("ep", layout.ep, "experts", self.experts)
             must_divide("etp", layout.etp, "expert columns (moe_intermediate_size)", self.moe_ffn)
-        elif layout.ep > 1 or layout.etp > 1:
-            found.append(f"trainer.parallel.ep = {layout.ep}, etp = {layout.etp}: a dense model has no experts; set both to 1")
+            if layout.ep == 1 and layout.etp != layout.tp:
+                # Megatron-core 0.16.1 reduces expert gradients over their own replicas only when ep > 1.
+                found.append(f"trainer.parallel.etp = {layout.etp} must equal tp = {layout.tp} while ep = 1; leave etp out or set ep > 1")
+        elif layout.ep > 1:
+            found.append(f"trainer.parallel.ep = {layout.ep}: a dense model has no experts; set it to 1")
         return found
 
 

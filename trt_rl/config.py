@@ -141,11 +141,12 @@ class Parallel(Section):
     pp: Positive = 1
     cp: Positive = 1
     ep: Positive = 1
-    etp: Positive = 1
+    etp: Positive | None = None
+    """Tensor parallelism inside experts; `tp` if left out, as in Megatron."""
     dp: Positive = 1
 
     def layout(self) -> Layout:
-        return Layout(**self.model_dump())
+        return Layout(**(self.model_dump() | {"etp": self.etp or self.tp}))
 
 
 class OptimizerSettings(Section):

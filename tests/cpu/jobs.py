@@ -91,3 +91,45 @@ def train_steps(folder: str, layout: Layout, steps: int = 5, precision: str = "f
     dist.all_gather_object(parts, trainer.logprobs(batch))
     old, _ = assemble(batch, parts)
     return [trainer.train(batch.with_(old_logp_N_S=old)) for _ in range(steps)]
+
+
+def checkpoint_steps(folder: str, layout: Layout, path: str):
+    """Two steps, save, two more; then restore into a new trainer and repeat the last two."""
+    from megatron.core import parallel_state
+
+    from trt_rl.trainer.rank import MegatronRank
+
+    settings = recipe(folder, layout, "bf16")
+    batch = ready_batch(sample_batch())
+    trainer = MegatronRank(settings)
+    for _ in range(2):
+        trainer.train(batch)
+    trainer.save(path)
+    straight = [trainer.train(batch) for _ in range(2)]
+    parallel_state.destroy_model_parallel()
+    trainer = MegatronRank(settings)
+    trainer.load(path)
+    return straight, [trainer.train(batch) for _ in range(2)]
+
+
+def refit_buckets(folder: str, layout: Layout, format: str, poison: str | None = None):
+    """What this rank would send: `[(name, box, bytes-exact tensor)]`."""
+    from megatron.core import parallel_state
+
+    from trt_rl.refit.precision import PrecisionTable
+    from trt_rl.refit.send import ShardSource
+
+    arch, model = _setup(folder, layout, "bf16")
+    if poison:
+        with torch.no_grad():
+            dict(model.named_parameters())[poison].view(-1)[3] = float("nan")
+    source = ShardSource(
+        arch,
+        layout,
+        dist.get_rank(),
+        PrecisionTable.build(arch, format),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+        50_000,
+    )
+    return list(source.buckets(model.named_parameters()))

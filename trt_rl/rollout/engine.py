@@ -6,6 +6,7 @@ log-probability of each under the distribution that sampled it. It never imports
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -96,6 +97,10 @@ class RolloutEngine(ABC):
         Raises:
             EngineError: bad sampling values, an empty or over-long prompt, or no committed weights.
         """
+
+    async def generate_many(self, requests: list[Request]) -> list[Completion]:
+        """Continue several prompts; results in order. An engine that batches may take them in at one stroke."""
+        return list(await asyncio.gather(*map(self.generate, requests)))
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

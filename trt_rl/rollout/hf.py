@@ -112,6 +112,9 @@ class HFEngine(RolloutEngine):
     async def generate(self, request: Request) -> Completion:
         return await asyncio.wrap_future(self.submit([request])[0])
 
+    async def generate_many(self, requests: list[Request]) -> list[Completion]:
+        return list(await asyncio.gather(*map(asyncio.wrap_future, self.submit(requests))))
+
     def submit(self, requests: list[Request]) -> list[Future]:
         """Queue requests in one go, so that a batch does not depend on how fast they arrive."""
         for request in requests:

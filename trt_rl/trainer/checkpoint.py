@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+# A synchronous save fills and empties this queue in one process; Megatron's default is a manager process, which
+# takes seconds to start and needs an importable `__main__`.
+filesystem_async._results_queue = queue.Queue()
 
 # The optimizer's default sharding raises "flattened_range is not supported" in megatron-core 0.16.1.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}

@@ -176,6 +176,7 @@ def _patch_megatron() -> None:
 
     optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True  # as far as `step` goes
     # It warns whenever the CPU generator moves inside a "GPU" region; here they are one generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -35,6 +35,8 @@ class MegatronActor:
         torch.distributed.init_process_group(
             "nccl" if on_gpu else "gloo", rank=self.rank, world_size=self.recipe.trainer.parallel.layout().world
         )
+        import modelopt.torch.quantization.qtensor  # noqa: F401  takes seconds: better now than inside the first refit
+
         from trt_rl.trainer.rank import MegatronRank
 
         self.trainer = MegatronRank(self.recipe)

@@ -63,12 +63,12 @@ class MegatronRank:
         for part in parts:
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
+            self.schedule.step(increment=1)  # before the update: Megatron's order would make the first one with lr = 0
             lr = self.optimizer.param_groups[0]["lr"]
             metrics = train_pass([self.model], part, self.settings, self._loss)
             ok, norm, _ = self.optimizer.step()
             if not ok:
                 raise FloatingPointError(f"rank {self.rank}: the optimizer refused the update (gradient norm {norm})")
-            self.schedule.step(increment=1)
             for name, value in (metrics | {"grad_norm": float(norm), "lr": lr}).items():
                 totals[name] = totals.get(name, 0.0) + value / len(parts)
         return totals if self._reports() else {}

@@ -1,0 +1,70 @@
+"""The command line: `trt-rl train RECIPE [overrides]`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from trt_rl import plan
+from trt_rl.config import dump_recipe, load_recipe
+from trt_rl.errors import TrtRlError
+from trt_rl.observe.log import console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__import__("trt_rl").__doc__)
+
+RecipePath = Annotated[Path, typer.Argument(help="YAML file, e.g. examples/quickstart/recipe.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, e.g. trainer.parallel.tp=2")]
+
+
+@app.callback()
+def main() -> None:
+    """BF16 Megatron-core training and FP8 rollout engines on Ray, joined by a verified refit."""
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="continue from the latest checkpoint in run.folder")] = False,
+    overwrite: Annotated[bool, typer.Option(help="replace the run that run.folder holds")] = False,
+    dry_run: Annotated[bool, typer.Option(help="check everything, write the resolved recipe, start nothing")] = False,
+) -> None:
+    """Train a recipe."""
+    try:
+        resolved = load_recipe(recipe, overrides)
+        if dry_run:
+            plan.check(resolved)
+            path = resolved.folder / "resolved.yaml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dump_recipe(resolved))
+            console.print(f"the recipe can run; resolved into {path}")
+            return
+        from trt_rl.train import train as run  # imports torch and Ray, which a dry run does without
+
+        summary = run(resolved, resume=resume, overwrite=overwrite)
+    except TrtRlError as error:
+        console.print(f"[red]{type(error).__name__}[/]: {error}", markup=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.print("stopped at once, without a checkpoint")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    _show(summary)
+    if summary["interrupted"]:
+        raise typer.Exit(128 + signal.SIGINT)
+
+
+def _show(summary: dict) -> None:
+    table = Table("summary", "", show_header=False, title="summary")
+    for name, value in summary.items():
+        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else json.dumps(value)
+        table.add_row(name, shown)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,23 @@
+"""Functions that a recipe names by `module:name`: data sources and rewards."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from trt_rl.errors import RecipeError
+
+
+def load_function(path: str, key: str) -> Callable:
+    """The function named `module:name`.
+
+    Raises:
+        RecipeError: naming `key`, the path and what is wrong with it.
+    """
+    module, _, name = path.partition(":")
+    if not name:
+        raise RecipeError(f"{key} = {path!r} is not of the form module:name")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(f"{key} = {path!r} cannot be loaded: {error}") from error

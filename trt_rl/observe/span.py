@@ -1,0 +1,33 @@
+"""`with span("generate"):` is the only way time is measured. Spans of one step add up by name."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Spans:
+    """Seconds by span name, for the current step and for the whole run."""
+
+    def __init__(self) -> None:
+        self.step: dict[str, float] = {}
+        self.total: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            for sums in (self.step, self.total):
+                sums[name] = sums.get(name, 0.0) + seconds
+
+    def take_step(self) -> dict[str, float]:
+        """Spans since the last call."""
+        taken, self.step = self.step, {}
+        return taken
+
+
+span = Spans()

@@ -1,0 +1,274 @@
+"""Everything around the steps: the run's folder, its processes, validation, checkpoints, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import transformers
+
+from trt_rl import plan
+from trt_rl.config import Recipe, dump_recipe
+from trt_rl.data.prompts import PromptSet, PromptStream, read_rows
+from trt_rl.errors import CheckpointError, ModelError, RecipeError
+from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line, read_jsonl, write_jsonl
+from trt_rl.observe.span import span
+from trt_rl.processes import gather, node_address_and_port
+from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.session import RefitSession
+from trt_rl.reward.pool import RewardPool
+from trt_rl.rollout.pool import RolloutPool
+from trt_rl.samples import Group, Sampler, rollout_rows
+from trt_rl.trainer.group import TrainerGroup
+
+_OURS = ("recipe.yaml", "metrics.jsonl", "summary.json", "progress.png", "rollouts", "checkpoints", "tensorboard")
+
+
+class Run:
+    """A context: entering starts every process, leaving stops every process, whatever happened between.
+
+    The first SIGINT or SIGTERM ends the run after the step in progress, with a checkpoint; the second at once.
+    """
+
+    def __init__(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
+        self.recipe, self.folder = recipe, recipe.folder
+        self.arch = plan.check(recipe)
+        self.step = 0
+        self.version = -1
+        self.interrupted = False
+        self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
+        self.checkpoint = self._find_checkpoint() if resume else None
+        if self.checkpoint is None:
+            self._claim_folder(overwrite)
+        self.started = time.perf_counter()
+
+    # --- beginning and end -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        self._handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._prepare_data()
+            with span("start"):
+                self._start_processes()
+            self._restore()
+            self.log = MetricLog(self.folder, self.recipe.run.tensorboard, self.step)
+        except BaseException:
+            self._stop_processes()
+            raise
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.log.close()
+        self._stop_processes()
+
+    def _interrupt(self, signum, frame) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        console.print("[yellow]interrupt: finishing this step, then saving a checkpoint (again to stop at once)[/]")
+
+    def continues(self) -> bool:
+        return self.step < self.recipe.run.steps and not self.interrupted
+
+    def _claim_folder(self, overwrite: bool) -> None:
+        """Make the folder ours, or say why it cannot be."""
+        held = [name for name in _OURS if (self.folder / name).exists()]
+        if held and not overwrite:
+            raise RecipeError(
+                f"run.folder {self.folder} already holds a run ({', '.join(held)}); continue it with --resume, "
+                "replace it with --overwrite, or set run.folder"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in held:
+                path = self.folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe))
+        except OSError as error:
+            raise RecipeError(f"run.folder {self.folder} cannot be written: {error.strerror}; set run.folder") from error
+
+    def _prepare_data(self) -> None:
+        model, data = self.recipe.model, self.recipe.data
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"no tokenizer in {model.tokenizer or model.path}: {error}; set model.tokenizer") from error
+        train = PromptSet(read_rows(data.train, "data.train"), self.tokenizer, data, "data.train")
+        self.dropped = train.dropped
+        self.prompts = PromptStream(train, self.recipe.seed, data.shuffle)
+        self.heldout = None
+        if data.validation is not None:
+            rows = read_rows(data.validation, "data.validation")
+            self.heldout = PromptSet(rows, self.tokenizer, data, "data.validation")
+        for key, prompts in (("data.train", train), ("data.validation", self.heldout)):
+            if prompts is not None:
+                note = f", {prompts.dropped} longer than {data.max_prompt_tokens} tokens dropped" if prompts.dropped else ""
+                console.print(f"{key}: {len(prompts)} prompts{note}")
+
+    def _start_processes(self) -> None:
+        recipe, layout = self.recipe, self.recipe.trainer.parallel.layout()
+        console.print(f"model: {self.arch.model_type}, {self.arch.parameters():,} parameters; trainer: {layout}, {recipe.trainer.precision}")
+        table = PrecisionTable.build(self.arch, recipe.refit.format, tuple(recipe.refit.exclude))
+        console.print(f"engine: {recipe.rollout.engine} x {recipe.rollout.replicas}; {table.summary()}")
+        if not ray.is_initialized():
+            # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks.
+            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": layout.world + recipe.rollout.replicas, "include_dashboard": False}
+            ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **local)
+            self._own_ray = True
+        self.rewards = RewardPool(recipe.reward)
+        self.trainer = TrainerGroup.start(recipe)
+        self.pool = RolloutPool.start(recipe)
+        building = self.pool.begin_build()
+        self.trainer.build()
+        digests = self.pool.wait(building)
+        self.session = RefitSession(self.trainer, self.pool, digests, node_address_and_port(), recipe.refit.timeout_s)
+        self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        tokens = list(self.recipe.rollout.stop_token_ids)
+        if self.tokenizer.eos_token_id is not None:
+            tokens.append(self.tokenizer.eos_token_id)
+        if not tokens:
+            raise RecipeError("the tokenizer has no end-of-sequence token; set rollout.stop_token_ids")
+        return tuple(dict.fromkeys(tokens))
+
+    def _stop_processes(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if getattr(self, "_own_ray", False):
+            ray.shutdown()
+
+    # --- phases that are not the algorithm's -------------------------------------------------------------------
+
+    def refit(self) -> None:
+        """Give every engine the trainer's current weights as the next version."""
+        with span("refit"):
+            self.pool.pause("drain")
+            self.version += 1
+            report = self.session.run(self.version)
+            self.pool.resume()
+        self.summary["refit_bytes"] = int(report["bytes"])
+
+    def validate(self) -> dict[str, float]:
+        """Accuracy (score at least 1) and mean score on the held-out prompts, one sample each."""
+        if self.heldout is None:
+            return {}
+        with span("validate"):
+            groups = self.sampler.groups(self.heldout.prompts, 1, self.recipe.validation_sampling, "validation")
+        scores = [s.value if s.value is not None else 0.0 for g in groups for s in g.scores]
+        write_jsonl(self.folder / "rollouts" / f"validation_{self.step:06d}.jsonl", rollout_rows(groups, self.step))
+        return {
+            "validation_accuracy": sum(s >= 1.0 for s in scores) / len(scores),
+            "validation_reward": sum(scores) / len(scores),
+        }
+
+    def validate_at_start(self) -> None:
+        if self.step == 0 and self.heldout is not None:
+            metrics = self.validate()
+            self.summary["heldout_accuracy_before"] = metrics["validation_accuracy"]
+            self.log.add(0, metrics)
+            console.print(f"before training: held-out accuracy {metrics['validation_accuracy']:.3f}")
+        span.take_step()
+
+    def finish_step(self, metrics: dict[str, float], sampled: list[Group]) -> None:
+        """Dump, validate, save and report one step."""
+        recipe = self.recipe
+        write_jsonl(self.folder / "rollouts" / f"step_{self.step:06d}.jsonl", rollout_rows(sampled, self.step))
+        self._report_failures(sampled)
+        if recipe.run.validate_every and self.step % recipe.run.validate_every == 0 and self.step < recipe.run.steps:
+            metrics |= self.validate()
+        if recipe.run.save_every and self.step % recipe.run.save_every == 0:
+            self.save()
+        spans = span.take_step()
+        self.log.add(self.step, {**metrics, "weight_version": self.version, **{f"seconds/{k}": v for k, v in spans.items()}})
+        line = progress_line(self.step, recipe.run.steps, metrics, spans)
+        if "validation_accuracy" in metrics:
+            line += f" | held-out {metrics['validation_accuracy']:.3f}"
+        console.print(line)
+
+    def _report_failures(self, sampled: list[Group]) -> None:
+        failures = [s.failure for g in sampled for s in g.scores if s.failure]
+        self.summary["reward_failures"] += len(failures)
+        if failures:
+            console.print(f"[yellow]reward function failed on {len(failures)} samples, which are left out; the first: {failures[0]}[/]")
+
+    def finish(self) -> dict[str, Any]:
+        """Last validation, checkpoint, summary and plot."""
+        metrics = {} if self.interrupted else self.validate()
+        if metrics:
+            self.summary["heldout_accuracy_after"] = metrics["validation_accuracy"]
+            self.log.add(self.step, metrics)
+        self.save()
+        self.summary |= {
+            "name": self.recipe.name,
+            "steps": self.step,
+            "interrupted": self.interrupted,
+            "weight_version": self.version,
+            "prompts_dropped": self.dropped,
+            "seconds": round(self.summary["seconds"] + time.perf_counter() - self.started, 1),
+            "seconds_by_phase": {name: round(s, 2) for name, s in span.total.items()},
+            "checkpoint": str(self._checkpoint_path(self.step)),
+        }
+        (self.folder / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
+        plot_progress(read_jsonl(self.log.path), self.folder / "progress.png")
+        return self.summary
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def _checkpoint_path(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step:06d}"
+
+    def save(self) -> None:
+        """A checkpoint of this step. It appears under its name only when it is complete."""
+        final = self._checkpoint_path(self.step)
+        if final.exists():
+            return
+        partial = final.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with span("save"):
+            (partial / "trainer").mkdir(parents=True)
+            self.trainer.save(str((partial / "trainer").resolve()))
+            state = {
+                "step": self.step,
+                "version": self.version,
+                "arch": self.arch.fingerprint,
+                "layout": vars(self.recipe.trainer.parallel.layout()),
+                "prompts": self.prompts.state(),
+                "summary": self.summary | {"seconds": self.summary["seconds"] + time.perf_counter() - self.started},
+            }
+            (partial / "state.json").write_text(json.dumps(state, indent=2))
+            (partial / "recipe.yaml").write_text(dump_recipe(self.recipe))
+            partial.rename(final)
+        complete = sorted(p for p in final.parent.iterdir() if p.suffix != ".partial")
+        for old in complete[: -self.recipe.run.keep_checkpoints]:
+            shutil.rmtree(old)
+
+    def _find_checkpoint(self) -> Path:
+        found = sorted(self.folder.glob("checkpoints/step_*/state.json"))
+        if not found:
+            raise CheckpointError(f"--resume: {self.folder}/checkpoints holds no complete checkpoint; start without --resume")
+        folder = found[-1].parent
+        state = json.loads(found[-1].read_text())
+        if state["arch"] != self.arch.fingerprint:
+            raise CheckpointError(f"{folder} is of another model than model.path = {self.recipe.model.path}; set run.folder or model.path")
+        layout = vars(self.recipe.trainer.parallel.layout())
+        if state["layout"] != layout:
+            changed = ", ".join(f"{k}: {v} then, {layout[k]} now" for k, v in state["layout"].items() if layout[k] != v)
+            raise CheckpointError(f"{folder} was saved in another trainer.parallel ({changed}); resume with the same")
+        self.saved = state
+        return folder
+
+    def _restore(self) -> None:
+        if self.checkpoint is None:
+            return
+        self.trainer.load(str((self.checkpoint / "trainer").resolve()))
+        self.step, self.version = self.saved["step"], self.saved["version"] - 1  # the first refit makes it `version` again
+        self.prompts.restore(self.saved["prompts"])
+        self.summary = self.saved["summary"]
+        console.print(f"resumed from {self.checkpoint}, step {self.step}, weight version {self.saved['version']}")
