@@ -20,6 +20,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def _next_job(pipe):
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
 def _worker(pipe) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -31,7 +38,7 @@ def _worker(pipe) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    while (job := pipe.recv()) is not None:
+    while (job := _next_job(pipe)) is not None:
         function, rank, world, port, args = job
         try:
             module, name = function.rsplit(":", 1)
@@ -57,8 +64,9 @@ class Pool:
         self.members = []
         for _ in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_worker, args=(there,), daemon=True)
+            process = context.Process(target=_worker, args=(there,))  # not a daemon: saving a checkpoint forks writers
             process.start()
+            there.close()  # so that a member sees the end of the pipe when this process ends
             self.members.append((process, here))
 
     def run(self, world: int, function: str, *args, timeout: float = 240) -> list:

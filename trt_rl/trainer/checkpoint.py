@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 from pathlib import Path
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -19,23 +19,24 @@ filesystem_async._results_queue = queue.Queue()
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
-def _state(model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, loading: bool) -> dict:
-    weights = model.sharded_state_dict(metadata=_METADATA)
+def _state(model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, loading: bool) -> dict:
+    # Copies: Megatron writes the current process group into the dict it is given.
+    weights = model.module.sharded_state_dict(metadata=dict(_METADATA))
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_METADATA),
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=dict(_METADATA)),
         "schedule": schedule.state_dict(),
     }
 
 
-def save(folder: Path, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
+def save(folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
     """Write this rank's part of the state into the existing, empty `folder`. Collective."""
-    dist_checkpointing.save(_state(model, optimizer, schedule, loading=False), str(folder), content_metadata=_METADATA)
+    dist_checkpointing.save(_state(model, optimizer, schedule, loading=False), str(folder), content_metadata=dict(_METADATA))
 
 
-def load(folder: Path, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
+def load(folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
     """Restore what `save` wrote, in place. Collective."""
     state = dist_checkpointing.load(_state(model, optimizer, schedule, loading=True), str(folder))
-    model.load_state_dict(state["model"])
+    model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])

@@ -15,6 +15,7 @@ before anything imports megatron (ModelOpt imports it too) and refuses to run wh
 | `torch.compile` behind `jit_fuser`                            | no compilation                                   |
 | `moe_utils.te_general_gemm` undefined without TE              | `None`                                           |
 | MoE all-to-all split sizes stay tensors                       | numpy when numpy was asked for                   |
+| gloo gathers and scatters equal sizes only (MoE with etp > 1) | pad, or reduce whole and keep the own part      |
 | torch's Adam keeps `step` per parameter, checkpoints per group | `GroupStepAdam`                                 |
 | BF16 matrix products are 50x slower than FP32 without AVX-512 | FP32 product, rounded once (`trt_rl.cpu_gemm`)   |
 """
@@ -27,6 +28,7 @@ import sys
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from trt_rl import cpu_gemm
 
@@ -119,6 +121,7 @@ def install() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
     cpu_gemm.install()
+    _allow_uneven_collectives()
     _patch_megatron()
 
 
@@ -186,6 +189,31 @@ def _patch_megatron() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _allow_uneven_collectives() -> None:
+    even_gather, even_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts, tensor, group=None, async_op=False):
+        sizes = [p.shape[0] if p.dim() else 1 for p in parts]
+        if len(set(sizes)) <= 1:
+            return even_gather(parts, tensor, group=group, async_op=async_op)
+        padded = [p.new_empty((max(sizes), *p.shape[1:])) for p in parts]
+        mine = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+        mine[: tensor.shape[0]] = tensor
+        even_gather(padded, mine, group=group)
+        for part, wide in zip(parts, padded, strict=True):
+            part.copy_(wide[: part.shape[0]])
+
+    def reduce_scatter(output, parts, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if len({p.shape for p in parts}) <= 1:
+            return even_scatter(output, parts, op=op, group=group, async_op=async_op)
+        whole = torch.cat(list(parts))
+        dist.all_reduce(whole, op=op, group=group)
+        start = sum(p.shape[0] for p in parts[: dist.get_rank(group)])
+        output.copy_(whole[start : start + output.shape[0]])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def _leave_uncompiled(function=None, **options):
