@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -248,9 +249,12 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     if not path.is_file():
         raise RecipeError(f"{path} does not exist; recipes are YAML files such as examples/quickstart/recipe.yaml")
     try:
-        tree = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides or []))
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise RecipeError(f"{path} is not a mapping of keys to values, as a recipe is")
+        tree = OmegaConf.merge(loaded, OmegaConf.from_dotlist(overrides or []))
         plain = OmegaConf.to_container(tree, resolve=True)
-    except (OmegaConfBaseException, ValueError, OSError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise RecipeError(f"{path}: {error}") from error
     return parse_recipe(plain, str(path))
 

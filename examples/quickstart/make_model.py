@@ -18,7 +18,7 @@ import torch
 import transformers
 
 QUESTION = "State the final answer to the following arithmetic problem: {} ="  # reasoning-gym's chain_sum
-SLOPPY = 0.6  # share of demonstrations with mistakes
+SLOPPY = 0.7  # share of demonstrations with mistakes
 END = "<|im_end|>"
 
 
@@ -38,9 +38,8 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def expression(rng: random.Random) -> tuple[str, int, int, str]:
-    """Two operands of one or two digits, as chain_sum draws them."""
-    low, high = rng.choice([(0, 9), (10, 99)])
-    a, b, sign = rng.randint(low, high), rng.randint(low, high), rng.choice("+-")
+    """Two operands of two digits, as chain_sum draws them."""
+    a, b, sign = rng.randint(10, 99), rng.randint(10, 99), rng.choice("+-")
     return f"{a} {sign} {b}", a, b, sign
 
 

@@ -1,11 +1,24 @@
-"""A tiny task for tests: the answer is right if it has an even number of tokens... of text."""
+"""Reward functions that end-to-end tests name in their recipes."""
 
 from __future__ import annotations
 
+import os
+import time
 
-def rows(size: int = 32) -> list[dict]:
-    return [{"prompt": f"{chr(97 + i % 26)}{chr(97 + i // 26)}", "answer": i} for i in range(size)]
 
-
-def score(response: str, row: dict) -> float:
+def even_length(response: str, row: dict) -> float:
+    """Something a random model sometimes gets right."""
     return float(len(response) % 2 == 0)
+
+
+def sometimes_fails(response: str, row: dict) -> float:
+    """Raises, hangs or returns NaN on some samples; right and wrong answers otherwise."""
+    kind = sum(map(ord, response)) % 5
+    if kind == 0:
+        raise RuntimeError("verifier broke")
+    if kind == 1:
+        return float("nan")
+    if kind == 2 and not os.path.exists(f"{os.environ['TRT_RL_TEST_DIR']}/hung"):
+        open(f"{os.environ['TRT_RL_TEST_DIR']}/hung", "w").close()
+        time.sleep(3600)
+    return float(kind == 3)

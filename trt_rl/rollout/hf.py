@@ -11,6 +11,7 @@ import asyncio
 import random
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,14 @@ from trt_rl.rollout.hf_model import SlotCache, build
 from trt_rl.rollout.sampling import sample
 
 
-@dataclass
+@dataclass(eq=False)  # a job is itself, whatever it holds
 class _Job:
     request: Request
     result: Future
     done: Completion
     draw: random.Random
     slot: int = -1
+    over: bool = False
 
     @property
     def length(self) -> int:
@@ -212,13 +214,12 @@ class HFEngine(RolloutEngine):
                     running = [] if self._paused == "keep" else list(self._running)
                     self._busy = True
                 with torch.inference_mode():
-                    fresh = self._prefill(admitted)
-                    self._take(fresh)
-                    self._decode([job for job in running if job not in admitted])
+                    fresh_jobs = set(admitted)
+                    self._take(self._prefill(admitted))
+                    self._decode([job for job in running if job not in fresh_jobs])
                 with self._turn:
                     self._busy = False
-                    self._running = [job for job in self._running if not job.result.done()]
-                    self._turn.notify_all()
+                    self._deliver([job for job in self._running if job.over])
             self._fail_all(EngineError("the engine was stopped"))
         except BaseException as error:  # whoever waits for a result must hear of any failure, whatever it is
             self._fail_all(EngineError(f"the engine's thread failed: {error!r}"))
@@ -232,14 +233,20 @@ class HFEngine(RolloutEngine):
         return bool(self._running) or bool(self._waiting and not self._paused)
 
     def _finish_aborted(self) -> None:
-        aborted = [j for j in (*self._running, *self._waiting) if j.request.id in self._aborts]
+        aborted = {j for j in (*self._running, *self._waiting) if j.request.id in self._aborts}
         self._aborts.clear()
         for job in aborted:
             job.done.finish = "abort"
-            self._settle(job)
-        self._running = [job for job in self._running if job not in aborted]
         self._waiting = deque(job for job in self._waiting if job not in aborted)
+        self._deliver(aborted)
+
+    def _deliver(self, jobs: Collection[_Job]) -> None:
+        """Hand results over, after the jobs have left: whoever gets a result may begin a refit at once."""
+        gone = set(jobs)
+        self._running = [job for job in self._running if job not in gone]
         self._turn.notify_all()
+        for job in jobs:
+            job.result.set_result(job.done)
 
     def _fail_all(self, error: EngineError) -> None:
         with self._turn:
@@ -337,13 +344,7 @@ class HFEngine(RolloutEngine):
             done.logprobs.append(logprob)
             done.versions.append(self.version)
             if token in sampling.stop_token_ids:
-                done.finish = "stop"
-                self._settle(job)
+                done.finish, job.over = "stop", True
             elif len(done.tokens) >= sampling.max_tokens:
-                done.finish = "length"
-                self._settle(job)
+                done.finish, job.over = "length", True
         self._stats["generated_tokens"] += len(jobs)
-
-    def _settle(self, job: _Job) -> None:
-        if not job.result.done():
-            job.result.set_result(job.done)
