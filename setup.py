@@ -4,7 +4,17 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-BASE = ["pydantic>=2.12", "pyyaml>=6", "omegaconf>=2.3", "typer>=0.16", "rich>=14", "ray>=2.50", "safetensors>=0.6", "xxhash>=3.5", "numpy>=2"]
+BASE = [
+    "pydantic>=2.12",
+    "pyyaml>=6",
+    "omegaconf>=2.3",
+    "typer>=0.16",
+    "rich>=14",
+    "ray>=2.50",
+    "safetensors>=0.6",
+    "xxhash>=3.5",
+    "numpy>=2",
+]
 TRAIN = [
     "torch>=2.9",
     "megatron-core==0.16.1",

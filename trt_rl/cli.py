@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+import trt_rl
 from trt_rl import plan
 from trt_rl.config import dump_recipe, load_recipe
 from trt_rl.errors import TrtRlError
 from trt_rl.observe.log import console
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__import__("trt_rl").__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=trt_rl.__doc__)
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML file, e.g. examples/quickstart/recipe.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, e.g. trainer.parallel.tp=2")]

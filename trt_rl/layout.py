@@ -80,7 +80,7 @@ class Layout:
         return range(pp_rank * each, (pp_rank + 1) * each)
 
     def __str__(self) -> str:
-        parts = [f"{name.upper()}{size}" for name, size in vars(self).items() if size > 1]
+        parts = [f"{name.upper()}{size}" for name, size in vars(self).items() if size > 1 and (name, size) != ("etp", self.tp)]
         return "x".join(parts) or "single rank"
 
 

@@ -43,6 +43,11 @@ def result(ref: ray.ObjectRef, name: str) -> Any:
         raise WorkerDied(f"{name} died: {str(error).strip().splitlines()[0]}") from error
 
 
+def gpus_per_actor() -> int:
+    """1 in a Ray cluster with GPUs, 0 in one without. The driver's own machine need not have any."""
+    return int(ray.cluster_resources().get("GPU", 0) > 0)
+
+
 def node_address_and_port() -> tuple[str, int]:
     """This node's address for its peers and a port that was free a moment ago."""
     with socket.socket() as probe:

@@ -19,7 +19,7 @@ from trt_rl.data.prompts import PromptSet, PromptStream, read_rows
 from trt_rl.errors import CheckpointError, ModelError, RecipeError
 from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line, read_jsonl, write_jsonl
 from trt_rl.observe.span import span
-from trt_rl.processes import gather, node_address_and_port
+from trt_rl.processes import node_address_and_port
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.session import RefitSession
 from trt_rl.reward.pool import RewardPool
@@ -42,6 +42,7 @@ class Run:
         self.step = 0
         self.version = -1
         self.interrupted = False
+        self.ready = False  # nothing is worth saving before every process is up
         self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
         self.checkpoint = self._find_checkpoint() if resume else None
         if self.checkpoint is None:
@@ -58,6 +59,7 @@ class Run:
                 self._start_processes()
             self._restore()
             self.log = MetricLog(self.folder, self.recipe.run.tensorboard, self.step)
+            self.ready = True
         except BaseException:
             self._stop_processes()
             raise
@@ -68,7 +70,7 @@ class Run:
         self._stop_processes()
 
     def _interrupt(self, signum, frame) -> None:
-        if self.interrupted:
+        if self.interrupted or not self.ready:
             raise KeyboardInterrupt
         self.interrupted = True
         console.print("[yellow]interrupt: finishing this step, then saving a checkpoint (again to stop at once)[/]")
@@ -113,12 +115,16 @@ class Run:
 
     def _start_processes(self) -> None:
         recipe, layout = self.recipe, self.recipe.trainer.parallel.layout()
-        console.print(f"model: {self.arch.model_type}, {self.arch.parameters():,} parameters; trainer: {layout}, {recipe.trainer.precision}")
+        console.print(
+            f"model: {self.arch.model_type}, {self.arch.parameters():,} parameters; trainer: {layout}, {recipe.trainer.precision}"
+        )
         table = PrecisionTable.build(self.arch, recipe.refit.format, tuple(recipe.refit.exclude))
         console.print(f"engine: {recipe.rollout.engine} x {recipe.rollout.replicas}; {table.summary()}")
         if not ray.is_initialized():
             # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks.
-            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": layout.world + recipe.rollout.replicas, "include_dashboard": False}
+            local = (
+                {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": layout.world + recipe.rollout.replicas, "include_dashboard": False}
+            )
             ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **local)
             self._own_ray = True
         self.rewards = RewardPool(recipe.reward)

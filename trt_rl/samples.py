@@ -135,8 +135,8 @@ def correct(recipe: Recipe, batch: Batch, old_logp_N_S: torch.Tensor) -> tuple[B
     return batch.with_(old_logp_N_S=old_logp_N_S), metrics
 
 
-def sampling_metrics(kept: list[Group], sampled: list[Group], rounds_of: int) -> dict[str, float]:
-    """What was sampled for a step. `rounds_of`: groups asked for in a full round."""
+def sampling_metrics(kept: list[Group], sampled: list[Group]) -> dict[str, float]:
+    """What was sampled for a step, and how many of its groups are trained on."""
     values = [s.value for g in sampled for s in g.scores if s.value is not None]
     completions = [c for g in sampled for c in g.completions]
     return {
@@ -145,7 +145,6 @@ def sampling_metrics(kept: list[Group], sampled: list[Group], rounds_of: int) ->
         "truncated": sum(c.finish == "length" for c in completions) / len(completions),
         "groups_trained": len(kept),
         "groups_sampled": len(sampled),
-        "rounds": len(sampled) / rounds_of,
         "reward_failures": sum(s.value is None for g in sampled for s in g.scores),
     }
 

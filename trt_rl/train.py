@@ -34,7 +34,7 @@ def train(recipe: Recipe, resume: bool = False, overwrite: bool = False) -> dict
             run.step = step
             run.refit()
 
-            metrics |= mismatch | sampling_metrics(groups, sampled, recipe.rollout.prompts_per_step)
+            metrics |= mismatch | sampling_metrics(groups, sampled)
             run.finish_step(metrics, sampled)
 
         return run.finish()

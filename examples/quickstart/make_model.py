@@ -30,7 +30,10 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split_digits, as_bytes])
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=384, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|pad|>", END], show_progress=False
+        vocab_size=384,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|pad|>", END],
+        show_progress=False,
     )
     rng = random.Random(0)
     model.train_from_iterator([QUESTION.format(expression(rng)[0]) for _ in range(500)], trainer)
@@ -50,10 +53,7 @@ def right(a: int, b: int, sign: str) -> int:
 def sloppy(a: int, b: int, sign: str) -> int:
     """Column by column, carries and borrows forgotten."""
     columns = [((a // 10) % 10, (b // 10) % 10), (a % 10, b % 10)]
-    if sign == "+":
-        digits = [(x + y) % 10 for x, y in columns]
-    else:
-        digits = [abs(x - y) for x, y in columns]
+    digits = [(x + y) % 10 if sign == "+" else abs(x - y) for x, y in columns]
     value = digits[0] * 10 + digits[1]
     return -value if sign == "-" and a < b else value
 
@@ -65,7 +65,7 @@ def demonstrations(rng: random.Random, tokenizer, count: int) -> tuple[torch.Ten
         text, a, b, sign = expression(rng)
         answer = (sloppy if rng.random() < SLOPPY else right)(a, b, sign)
         prompt = tokenizer.encode(QUESTION.format(text))
-        response = tokenizer.encode(str(answer)) + [tokenizer.eos_token_id]
+        response = [*tokenizer.encode(str(answer)), tokenizer.eos_token_id]
         rows.append(prompt + response)
         labels.append([-100] * len(prompt) + response)
     width = max(map(len, rows))

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def ranks():
     """Up to four real processes for distributed jobs."""
-    from tests.cpu.ranks import Pool
+    from tests.support.ranks import Pool
 
     pool = Pool(4)
     yield pool
@@ -22,7 +22,7 @@ def ranks():
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder of a small random model by kind: dense, tied, moe."""
-    from tests.cpu.models import write_model
+    from tests.support.models import write_model
 
     root = tmp_path_factory.mktemp("models")
     made = {}

@@ -42,9 +42,7 @@ def test_token_weights_sum_to_one():
 def test_clip_higher_and_dual_clip(advantage, ratio):
     logp = torch.tensor([[math.log(ratio)]], requires_grad=True)
     one = torch.ones(1, 1)
-    loss, sums = clipped_policy_loss(
-        logp, 0 * one, advantage * one, one, one, clip_low=0.2, clip_high=0.28, dual_clip=10.0
-    )
+    loss, sums = clipped_policy_loss(logp, 0 * one, advantage * one, one, one, clip_low=0.2, clip_high=0.28, dual_clip=10.0)
     clipped = min(max(ratio, 0.8), 1.28)
     expected = max(-advantage * ratio, -advantage * clipped)
     if advantage < 0:

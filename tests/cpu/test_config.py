@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import recipe
+from tests.support.jobs import recipe
 from trt_rl import plan
 from trt_rl.config import Recipe, dump_recipe, load_recipe, parse_recipe, valid_keys
 from trt_rl.errors import ModelError, RecipeError
@@ -26,7 +26,9 @@ def test_file_then_overrides_and_back_again():
 
 
 def test_a_misspelt_key_names_the_nearest_one():
-    with pytest.raises(RecipeError, match=r"unknown key 'trainer\.paralel\.tp'.*|unknown key 'trainer\.paralel'; did you mean 'trainer\.parallel'"):
+    with pytest.raises(
+        RecipeError, match=r"unknown key 'trainer\.paralel\.tp'.*|unknown key 'trainer\.paralel'; did you mean 'trainer\.parallel'"
+    ):
         load_recipe(QUICKSTART, ["trainer.paralel.tp=2"])
     with pytest.raises(RecipeError, match=r"unknown key 'rollout\.temperature'; did you mean 'rollout\.sampling\.temperature'"):
         load_recipe(QUICKSTART, ["rollout.temperature=1"])

@@ -53,7 +53,7 @@ def test_prompts_are_checked_dropped_and_counted(tokenizer):
     rows = [{"prompt": "1 + 1 ="}, {"prompt": "12345678901234567890"}]
     prompts = PromptSet(rows, tokenizer, settings(max_prompt_tokens=10), "data.train")
     assert len(prompts) == 1 and prompts.dropped == 1
-    with pytest.raises(DataError, match="all 2 prompts are longer than data.max_prompt_tokens = 1"):
+    with pytest.raises(DataError, match=r"all 2 prompts are longer than data\.max_prompt_tokens = 1"):
         PromptSet(rows, tokenizer, settings(max_prompt_tokens=1), "data.train")
     with pytest.raises(DataError, match=r"data\.train: row 1 has no 'prompt' .*columns: \['question'\]"):
         PromptSet([rows[0], {"question": "x"}], tokenizer, settings(), "data.train")
@@ -94,7 +94,7 @@ def naughty(response: str, row: dict) -> float:
     if response == "swallow":
         try:
             time.sleep(60)
-        except Exception:
+        except Exception:  # noqa: BLE001
             return 1.0
     if response == "exit":
         os._exit(3)
@@ -108,7 +108,13 @@ def naughty(response: str, row: dict) -> float:
 
 @pytest.fixture(scope="module")
 def rewards():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}})
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+    )
     yield RewardPool(RewardSettings(function="tests.cpu.test_data_reward:naughty", workers=2, timeout_s=1.0))
     ray.shutdown()
 

@@ -204,6 +204,8 @@ def test_bad_requests_are_one_clear_error(start):
             engine.submit([bad])
     with pytest.raises(EngineError, match="unknown; engines: hf"):
         make_engine("nope", "", engine.arch, engine.table, {})
+    with pytest.raises(EngineError, match=r"rollout\.hf\.max_bach is no option of this engine; its options: max_batch"):
+        make_engine("hf", "", engine.arch, engine.table, {"max_bach": 1})
 
 
 # --- control ----------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu.jobs import sample_batch
-from tests.cpu.models import hf_logits
+from tests.support.jobs import sample_batch
+from tests.support.models import hf_logits
 from trt_rl.layout import Layout
 
 DENSE = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2)]
@@ -28,7 +28,7 @@ def test_logits_equal_transformers_and_weights_round_trip(ranks, models, kind, l
     folder = models(kind)
     batch = sample_batch()
     expected = hf_logits(folder, batch.tokens_N_S)
-    results = ranks.run(layout.world, "tests.cpu.jobs:logits", str(folder), layout)
+    results = ranks.run(layout.world, "tests.support.jobs:logits", str(folder), layout)
     rows = {row: logits for _, by_row, _ in results for row, logits in by_row.items()}
     assert sorted(rows) == list(range(len(batch)))
     for row, logits in rows.items():
@@ -42,7 +42,7 @@ def single_rank_losses(ranks, models):
 
     def get(kind: str):
         if kind not in made:
-            made[kind] = ranks.run(1, "tests.cpu.jobs:train_steps", str(models(kind)), Layout())[0]
+            made[kind] = ranks.run(1, "tests.support.jobs:train_steps", str(models(kind)), Layout())[0]
         return made[kind]
 
     return get
@@ -51,7 +51,7 @@ def single_rank_losses(ranks, models):
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=NAMES)
 def test_five_training_steps_do_not_depend_on_the_layout(ranks, models, single_rank_losses, kind, layout):
     expected = single_rank_losses(kind)
-    results = ranks.run(layout.world, "tests.cpu.jobs:train_steps", str(models(kind)), layout)
+    results = ranks.run(layout.world, "tests.support.jobs:train_steps", str(models(kind)), layout)
     found = next(history for history in results if history[0])
     assert len({step["loss"] for step in expected}) == 5, "a loss that does not change proves nothing"
     for one, other in zip(expected, found, strict=True):
@@ -64,7 +64,7 @@ def test_five_training_steps_do_not_depend_on_the_layout(ranks, models, single_r
 
 def test_bf16_first_step_has_zero_ppo_kl(ranks, models):
     """Training and log-prob passes see the same micro-batches, so even BF16 gives equal bits."""
-    results = ranks.run(2, "tests.cpu.jobs:train_steps", str(models("dense")), Layout(tp=2), 2, "bf16")
+    results = ranks.run(2, "tests.support.jobs:train_steps", str(models("dense")), Layout(tp=2), 2, "bf16")
     history = next(h for h in results if h[0])
     assert history[0]["ppo_kl"] == 0.0
     assert history[1]["ppo_kl"] != 0.0
@@ -73,7 +73,7 @@ def test_bf16_first_step_has_zero_ppo_kl(ranks, models):
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_checkpoint_restores_weights_and_optimizer(ranks, models, tmp_path, kind):
     layout = Layout(tp=2) if kind == "dense" else Layout(ep=2, dp=2)
-    results = ranks.run(2, "tests.cpu.jobs:checkpoint_steps", str(models(kind)), layout, str(tmp_path))
+    results = ranks.run(2, "tests.support.jobs:checkpoint_steps", str(models(kind)), layout, str(tmp_path))
     straight, restored = next(r for r in results if r[0][0])
     assert restored == straight, "steps after a restore differ from steps without it"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from itertools import pairwise
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_any_layout_delivers_the_same_bits(ranks, models, kind, layout, format):
     table = PrecisionTable.build(Arch.load(folder), format)
     targets = empty_targets(table)
     loader = Loader(targets, version=0)
-    for buckets in ranks.run(layout.world, "tests.cpu.jobs:refit_buckets", str(folder), layout, format):
+    for buckets in ranks.run(layout.world, "tests.support.jobs:refit_buckets", str(folder), layout, format):
         for bucket in buckets:
             loader.load(Bucket.from_wire(bucket.manifest(), bucket.payload))
     loader.finish()
@@ -73,7 +74,7 @@ def test_any_layout_delivers_the_same_bits(ranks, models, kind, layout, format):
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_block"])
 def test_nan_is_refused_by_name(ranks, models, format):
-    job = "tests.cpu.jobs:refit_buckets"
+    job = "tests.support.jobs:refit_buckets"
     with pytest.raises(AssertionError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight: the trainer's weight holds NaN"):
         ranks.run(2, job, str(models("dense")), Layout(tp=2), format, "decoder.layers.0.self_attention.linear_proj.weight")
 
@@ -96,7 +97,7 @@ def test_pieces_on_one_rank_equal_the_whole(rows, columns, data):
     torch.manual_seed(rows * 1000 + columns)
     weight = torch.randn(rows, columns)
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=4))})
-    pieces = [(((a, b), (0, columns)), weight[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [(((a, b), (0, columns)), weight[a:b]) for a, b in pairwise(cuts)]
     parts, scales = quantize_pieces("w", (rows, columns), pieces, None)
     (whole,), expected = quantize_pieces("w", (rows, columns), [(((0, rows), (0, columns)), weight)], None)
     assert same_bits(torch.cat(parts), whole) and same_bits(scales, expected)

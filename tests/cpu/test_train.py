@@ -84,7 +84,7 @@ class Cli:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A random model with the quickstart's tokenizer."""
-    from tests.cpu.models import write_model
+    from tests.support.models import write_model
 
     root, tokenizer = tmp_path_factory.mktemp("tiny"), ROOT / "examples/quickstart/model"
 
@@ -121,7 +121,7 @@ def test_moe_with_expert_parallelism_and_a_reward_that_fails(tiny, tmp_path):
         tmp_path / "moe",
         f"model.path={tiny('moe')}",
         "trainer.parallel={tp: 1, ep: 2, dp: 2}",
-        "reward.function=tests.cpu.tasks:sometimes_fails",
+        "reward.function=tests.support.tasks:sometimes_fails",
         "reward.timeout_s=2",
         "run.steps=2",
         "run.tensorboard=true",
@@ -140,7 +140,7 @@ def test_dense_with_pipeline_parallelism_and_two_engines(tiny, tmp_path):
         tmp_path / "pp",
         f"model.path={tiny('dense')}",
         "trainer.parallel={tp: 1, pp: 2}",
-        "reward.function=tests.cpu.tasks:even_length",
+        "reward.function=tests.support.tasks:even_length",
         "rollout.replicas=2",
         "trainer.mini_batches=2",
         "algo.dynamic_sampling.on_shortfall=stop",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def grpo_advantages(
-    rewards_P_G: torch.Tensor, valid_P_G: torch.Tensor, normalize_std: bool = True, eps: float = 1e-6
-) -> torch.Tensor:
+def grpo_advantages(rewards_P_G: torch.Tensor, valid_P_G: torch.Tensor, normalize_std: bool = True, eps: float = 1e-6) -> torch.Tensor:
     """Group-relative advantages: reward minus the group's mean, divided by its standard deviation.
 
     Samples with `valid == 0` (their reward function failed) neither count nor learn: their advantage is 0.

@@ -64,13 +64,17 @@ def progress_line(step: int, steps: int, metrics: Mapping[str, float], spans: Ma
     shown = [
         ("reward", "{:.3f}"),
         ("response_length", "len {:.1f}"),
-        ("rounds", "rounds {:.0f}"),
+        ("groups_sampled", "groups {groups_trained:.0f}/{:.0f}"),
         ("entropy", "entropy {:.3f}"),
         ("ppo_kl", "ppo_kl {:.1e}"),
         ("mismatch_kl", "mismatch_kl {:.1e}"),
         ("grad_norm", "grad {:.2f}"),
     ]
-    parts = [form.format(metrics[name]) if " " in form else f"{name} {form.format(metrics[name])}" for name, form in shown if name in metrics]
+    parts = [
+        form.format(metrics[name], **metrics) if " " in form else f"{name} {form.format(metrics[name])}"
+        for name, form in shown
+        if name in metrics
+    ]
     return f"step {step}/{steps} | " + " | ".join(parts) + f" | {sum(spans.values()):.1f} s ({phases})"
 
 

@@ -36,7 +36,7 @@ class HFFolder:
         if index.is_file():
             return json.loads(index.read_text())["weight_map"]
         if single.is_file():
-            return {name: _WEIGHTS for name in self._open(_WEIGHTS).keys()}
+            return {name: _WEIGHTS for name in self._open(_WEIGHTS).keys()}  # noqa: SIM118  a file, not a dict
         raise ModelError(f"{self.folder} holds neither {_WEIGHTS} nor {_INDEX}; weights must be safetensors")
 
     def _open(self, file: str) -> safe_open:

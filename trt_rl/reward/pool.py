@@ -53,7 +53,7 @@ class RewardActor:
             value = float(self.function(response, row, **self.settings.args))
         except _Timeout:
             return Score(None, f"took longer than reward.timeout_s = {limit:g}")
-        except Exception as error:  # whatever user code raises costs its sample and is reported, never the run
+        except Exception as error:  # noqa: BLE001  whatever user code raises costs its sample and is reported, never the run
             where = traceback.extract_tb(error.__traceback__)[-1]
             return Score(None, f"raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})")
         finally:

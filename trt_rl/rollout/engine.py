@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -165,4 +166,7 @@ def make_engine(name: str, model_path: str, arch: Arch, table: PrecisionTable, o
         kind = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise EngineError(f"rollout.engine = {name!r} cannot be imported here: {error}") from error
+    allowed = list(inspect.signature(kind).parameters)[3:]
+    if unknown := sorted(options.keys() - set(allowed)):
+        raise EngineError(f"rollout.{name}.{unknown[0]} is no option of this engine; its options: {', '.join(allowed)}")
     return kind(model_path, arch, table, **options)

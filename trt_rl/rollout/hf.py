@@ -89,9 +89,8 @@ class HFEngine(RolloutEngine):
     def start(self) -> None:
         if not torch.cuda.is_available():
             cpu_gemm.install()
-        self.model, self.live = build(self.model_path, self.arch, self.table)
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self.model.to(device)
+        self.model, self.live = build(self.model_path, self.arch, self.table, device)
         self.cache = SlotCache(self.arch, device)
         self._thread = threading.Thread(target=self._loop, name="hf-engine", daemon=True)
         self._thread.start()

@@ -10,22 +10,24 @@ from trt_rl.refit.precision import PrecisionTable, scale_name
 from trt_rl.rollout.fp8 import BlockFP8Experts, BlockFP8Linear
 
 
-def build(model_path: str, arch: Arch, table: PrecisionTable) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model with all weights zero, and views of its live tensors under the names a refit uses.
+def build(model_path: str, arch: Arch, table: PrecisionTable, device: torch.device) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The model on `device` with all weights zero, and views of its live tensors under the names a refit uses.
 
-    Every value of the model is in exactly one view, so writing all views sets all weights.
+    Every value of the model is in exactly one view, so writing all views sets all weights. The model must not be
+    moved afterwards: views of fused tensors would stay behind.
     """
     config = transformers.AutoConfig.from_pretrained(model_path)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model = model.eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.zero_()
     live: dict[str, torch.Tensor] = {}
-    for name in table.shapes:
-        if ".mlp.experts." not in name:
-            live |= _linear_or_plain(model, name, table)
-    for layer in arch.moe_layers:
-        live |= _experts(model, layer, arch, table)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = model.eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.zero_()
+        for name in table.shapes:
+            if ".mlp.experts." not in name:
+                live |= _linear_or_plain(model, name, table)
+        for layer in arch.moe_layers:
+            live |= _experts(model, layer, arch, table)
     return model, {name: live[name] for name in table.wire_tensors()}
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 
 from trt_rl.config import Recipe
-from trt_rl.processes import gather
+from trt_rl.processes import gather, gpus_per_actor
 from trt_rl.rollout.actor import EngineActor
 from trt_rl.rollout.engine import Completion, Request
 
@@ -22,7 +21,7 @@ class RolloutPool:
     @classmethod
     def start(cls, recipe: Recipe) -> RolloutPool:
         """Create one actor an engine; `build` brings the engines up."""
-        actor = ray.remote(num_cpus=1, num_gpus=1 if torch.cuda.is_available() else 0)(EngineActor)
+        actor = ray.remote(num_cpus=1, num_gpus=gpus_per_actor())(EngineActor)
         return cls(recipe, [actor.options(name=f"engine-{i}").remote(recipe, i) for i in range(recipe.rollout.replicas)])
 
     def begin_build(self) -> list[ray.ObjectRef]:

@@ -171,8 +171,8 @@ def _patch_megatron() -> None:
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
             import megatron.core.optimizer as optimizer
             import megatron.core.tensor_parallel.random as rng
-            from megatron.core.optimizer import distrib_optimizer
             from megatron.core.models.gpt import gpt_model  # noqa: F401  imports every module that uses the fuser
+            from megatron.core.optimizer import distrib_optimizer
             from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
         torch.compile = compiler

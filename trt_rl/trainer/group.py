@@ -12,7 +12,7 @@ import torch
 from trt_rl.batch import Batch
 from trt_rl.config import Recipe
 from trt_rl.errors import RefitError
-from trt_rl.processes import gather, node_address_and_port
+from trt_rl.processes import gather, gpus_per_actor, node_address_and_port
 
 
 class MegatronActor:
@@ -58,7 +58,7 @@ class TrainerGroup:
     @classmethod
     def start(cls, recipe: Recipe) -> TrainerGroup:
         world = recipe.trainer.parallel.layout().world
-        actor = ray.remote(num_cpus=1, num_gpus=1 if torch.cuda.is_available() else 0)(MegatronActor)
+        actor = ray.remote(num_cpus=1, num_gpus=gpus_per_actor())(MegatronActor)
         actors = [actor.options(name=f"trainer-{rank}").remote(recipe, rank) for rank in range(world)]
         return cls(recipe, actors)
 

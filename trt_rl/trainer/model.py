@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from trt_rl.arch import Arch
+from trt_rl.errors import RecipeError
 from trt_rl.layout import Layout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -104,6 +106,11 @@ def transformer_config(arch: Arch, layout: Layout, precision: str, overrides: di
             moe_grouped_gemm=on_gpu,
             moe_permute_fusion=on_gpu,
         )
+    known = [field.name for field in dataclasses.fields(TransformerConfig)]
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise RecipeError(f"trainer.megatron.{key} is no field of TransformerConfig" + (f"; did you mean {near[0]!r}?" if near else ""))
     return TransformerConfig(**(settings | overrides))
 
 
@@ -112,9 +119,7 @@ def layer_spec(config: TransformerConfig):
     if torch.cuda.is_available():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    return dataclasses.replace(
-        block, layer_specs=[_with_our_norm(spec) for spec in block.layer_specs], layer_norm=RMSNorm
-    )
+    return dataclasses.replace(block, layer_specs=[_with_our_norm(spec) for spec in block.layer_specs], layer_norm=RMSNorm)
 
 
 def _with_our_norm(spec: ModuleSpec) -> ModuleSpec:
@@ -122,9 +127,7 @@ def _with_our_norm(spec: ModuleSpec) -> ModuleSpec:
     attention = dataclasses.replace(
         attention, submodules=dataclasses.replace(attention.submodules, q_layernorm=RMSNorm, k_layernorm=RMSNorm)
     )
-    submodules = dataclasses.replace(
-        spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, self_attention=attention
-    )
+    submodules = dataclasses.replace(spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, self_attention=attention)
     return dataclasses.replace(spec, submodules=submodules)
 
 

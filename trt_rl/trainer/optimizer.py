@@ -17,7 +17,7 @@ def wrap(model: torch.nn.Module, overlap: bool) -> DistributedDataParallel:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
+        overlap_param_gather=False,  # it would leave parameters stale until the next forward pass, and a refit reads them before
         use_distributed_optimizer=True,
         check_for_nan_in_grad=True,
     )

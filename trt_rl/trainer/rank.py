@@ -39,9 +39,7 @@ class MegatronRank:
         self.model = wrap(self.module, overlap=torch.cuda.is_available())
         self.optimizer = make_optimizer(self.model, trainer.optimizer, bf16=trainer.precision == "bf16")
         self.schedule = make_schedule(self.optimizer, trainer.optimizer, recipe.run.steps * trainer.mini_batches)
-        self.settings = Pass(
-            self.arch, self.layout, trainer.microbatch_tokens, trainer.logprob_chunk, recipe.rollout.sampling.temperature
-        )
+        self.settings = Pass(self.arch, self.layout, trainer.microbatch_tokens, trainer.logprob_chunk, recipe.rollout.sampling.temperature)
         algo = recipe.algo
         self.loss = partial(clipped_policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip)
         self.link: GlooLink | None = None
@@ -75,9 +73,7 @@ class MegatronRank:
 
     def _loss(self, logp: torch.Tensor, entropy: torch.Tensor, rows: Batch):
         mine = local_rows(rows)
-        loss, sums = self.loss(
-            logp, mine.old_logp_N_S, mine.advantages_N_S, mine.correction_N_S, mine.weights_N_S
-        )
+        loss, sums = self.loss(logp, mine.old_logp_N_S, mine.advantages_N_S, mine.correction_N_S, mine.weights_N_S)
         return loss, sums | {"loss": loss, "entropy": (entropy * mine.weights_N_S).sum()}
 
     def _reports(self) -> bool:

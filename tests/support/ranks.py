@@ -1,4 +1,4 @@
-"""A pool of real processes that run one function as a distributed job, over gloo, again and again.
+"""A pool of real processes that run one function as a distributed job, over gloo or NCCL, again and again.
 
 Importing megatron takes seconds; the pool pays it once per process for the whole test session.
 """
@@ -31,10 +31,12 @@ def _worker(pipe) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    torch.set_num_threads(1)
-    from trt_rl.trainer import cpu
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        torch.set_num_threads(1)
+        from trt_rl.trainer import cpu
 
-    cpu.install()
+        cpu.install()
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -43,9 +45,11 @@ def _worker(pipe) -> None:
         try:
             module, name = function.rsplit(":", 1)
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            dist.init_process_group("gloo", rank=rank, world_size=world)
+            if on_gpu:
+                torch.cuda.set_device(rank)
+            dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=world)
             result = (True, getattr(importlib.import_module(module), name)(*args))
-        except BaseException:  # the parent re-raises it with this rank's traceback
+        except BaseException:  # noqa: BLE001 the parent re-raises it with this rank's traceback
             result = (False, f"rank {rank}:\n{traceback.format_exc()}")
         finally:
             with contextlib.suppress(AssertionError):

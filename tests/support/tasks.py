@@ -22,3 +22,19 @@ def sometimes_fails(response: str, row: dict) -> float:
         open(f"{os.environ['TRT_RL_TEST_DIR']}/hung", "w").close()
         time.sleep(3600)
     return float(kind == 3)
+
+
+def sums(size: int, seed: int) -> list[dict]:
+    """The quickstart's question without reasoning-gym, for machines that lack it."""
+    import random
+
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(size):
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        rows.append({"prompt": f"State the final answer to the following arithmetic problem: {a} + {b} =", "answer": str(a + b)})
+    return rows
+
+
+def exact(response: str, row: dict) -> float:
+    return float(response.strip() == row["answer"])

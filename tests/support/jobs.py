@@ -56,8 +56,8 @@ def recipe(folder: str, layout: Layout, precision: str = "fp32", **sections):
     tree = {
         "name": "test",
         "model": {"path": str(folder)},
-        "data": {"train": {"source": "tests.cpu.tasks:rows"}, "max_prompt_tokens": 64},
-        "reward": {"function": "tests.cpu.tasks:score"},
+        "data": {"train": {"source": "tests.support.tasks:rows"}, "max_prompt_tokens": 64},
+        "reward": {"function": "tests.support.tasks:score"},
         "rollout": {"engine": "hf", "prompts_per_step": 4, "group_size": 2, "sampling": {"max_tokens": 32}},
         "trainer": {
             "parallel": vars(layout),
@@ -133,3 +133,14 @@ def refit_buckets(folder: str, layout: Layout, format: str, poison: str | None =
         50_000,
     )
     return list(source.buckets(model.named_parameters()))
+
+
+def logprobs(folder: str, layout: Layout, precision: str = "bf16"):
+    """Log-probs of the sample batch through a whole trainer rank, for every layout, context parallelism included."""
+    from trt_rl.trainer.group import assemble
+    from trt_rl.trainer.rank import MegatronRank
+
+    trainer = MegatronRank(recipe(folder, layout, precision))
+    batch, parts = ready_batch(sample_batch()), [None] * layout.world
+    dist.all_gather_object(parts, trainer.logprobs(batch))
+    return assemble(batch, parts)[0]

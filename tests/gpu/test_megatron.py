@@ -1,0 +1,95 @@
+"""Megatron with Transformer Engine and NCCL against transformers. Needs one GPU; layouts over two skip with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.jobs import sample_batch
+from tests.support.models import write_model
+from trt_rl.arch import Arch
+from trt_rl.layout import Layout
+from trt_rl.refit.bucket import Bucket
+from trt_rl.refit.load import Loader
+from trt_rl.refit.precision import PrecisionTable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(400),
+]
+SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=130)
+DENSE = [Layout(), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)]
+MOE = [Layout(), Layout(ep=2, dp=2), Layout(tp=2, etp=2), Layout(tp=2, ep=2, etp=1), Layout(pp=2)]
+CASES = [("dense", x) for x in DENSE] + [("moe", x) for x in MOE]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    from tests.support.ranks import Pool
+
+    pool = Pool(min(2, torch.cuda.device_count()))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(kind):
+        if kind not in made:
+            extra = {"moe_intermediate_size": 128} if kind == "moe" else {}
+            made[kind] = write_model(root / kind, kind, **SIZES, **extra)
+        return made[kind]
+
+    return get
+
+
+def need(layout: Layout) -> None:
+    if layout.world > torch.cuda.device_count():
+        pytest.skip(f"{layout} needs {layout.world} GPUs, {torch.cuda.device_count()} present")
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{k}-{x}" for k, x in CASES])
+def test_logprobs_agree_with_transformers(ranks, models, kind, layout):
+    import transformers
+
+    need(layout)
+    batch = sample_batch()
+    model = transformers.AutoModelForCausalLM.from_pretrained(models(kind), dtype=torch.float32).cuda()
+    with torch.no_grad():
+        reference = torch.log_softmax(model(batch.tokens_N_S.cuda()).logits, -1).cpu()
+    expected = reference.gather(-1, torch.roll(batch.tokens_N_S, -1, 1).unsqueeze(-1)).squeeze(-1)
+    for found in ranks.run(layout.world, "tests.support.jobs:logprobs", str(models(kind)), layout):
+        error = ((found - expected) * batch.mask_N_S).abs()
+        print(f"{kind} {layout}: mean {error.sum() / batch.mask_N_S.sum():.5f} max {error.max():.5f}")
+        assert error.sum() / batch.mask_N_S.sum() <= 0.02  # BF16 against FP32
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{k}-{x}" for k, x in CASES])
+def test_training_steps_agree_with_one_rank(ranks, models, kind, layout):
+    need(layout)
+    one = ranks.run(1, "tests.support.jobs:train_steps", str(models(kind)), Layout(), 3, "bf16")[0]
+    found = next(h for h in ranks.run(layout.world, "tests.support.jobs:train_steps", str(models(kind)), layout, 3, "bf16") if h[0])
+    print(kind, layout, [(round(s["loss"], 5), round(s["grad_norm"], 4), s["ppo_kl"]) for s in found])
+    for a, b in zip(one, found, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=0.02)
+    assert found[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=0.05)
+    assert abs(found[0]["ppo_kl"]) <= (0.0 if kind == "dense" else 1e-3)
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{k}-{x}" for k, x in CASES])
+def test_refit_delivers_the_bits_that_a_cpu_process_computes(ranks, models, kind, layout):
+    from tests.cpu.test_refit import empty_targets, reference, same_bits
+
+    need(layout)
+    table = PrecisionTable.build(Arch.load(models(kind)), "fp8_block")
+    targets = empty_targets(table)
+    loader = Loader(targets, version=0)
+    for buckets in ranks.run(layout.world, "tests.support.jobs:refit_buckets", str(models(kind)), layout, "fp8_block"):
+        for bucket in buckets:
+            loader.load(Bucket.from_wire(bucket.manifest(), bucket.payload.cpu()))
+    loader.finish()
+    for name, expected in reference(models(kind), table).items():
+        assert same_bits(targets[name], expected), name
