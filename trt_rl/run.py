@@ -27,7 +27,7 @@ from trt_rl.rollout.pool import RolloutPool
 from trt_rl.samples import Group, Sampler, rollout_rows
 from trt_rl.trainer.group import TrainerGroup
 
-_OURS = ("recipe.yaml", "metrics.jsonl", "summary.json", "progress.png", "rollouts", "checkpoints", "tensorboard")
+_OURS = ("recipe.yaml", "precision.json", "metrics.jsonl", "summary.json", "progress.png", "rollouts", "checkpoints", "tensorboard")
 
 
 class Run:
@@ -119,6 +119,7 @@ class Run:
             f"model: {self.arch.model_type}, {self.arch.parameters():,} parameters; trainer: {layout}, {recipe.trainer.precision}"
         )
         table = PrecisionTable.build(self.arch, recipe.refit.format, tuple(recipe.refit.exclude))
+        (self.folder / "precision.json").write_text(json.dumps({"digest": table.digest, "formats": table.formats}, indent=1))
         console.print(f"engine: {recipe.rollout.engine} x {recipe.rollout.replicas}; {table.summary()}")
         if not ray.is_initialized():
             # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks.
