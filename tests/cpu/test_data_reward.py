@@ -44,6 +44,8 @@ def test_files(tmp_path):
 def test_functions():
     rows = read_rows(Source(source="trt_rl.data.reasoning:rows", args={"task": "chain_sum", "size": 3, "seed": 4}), "data.train")
     assert len(rows) == 3 and rows[0]["entry"]["question"] == rows[0]["prompt"]
+    with pytest.raises(DataError, match=r"data\.train\.args do not fit .*: missing a required argument: 'size'"):
+        read_rows(Source(source="trt_rl.data.reasoning:rows", args={"task": "chain_sum"}), "data.train")
     for path, message in (("nocolon", "not of the form"), ("no.such:f", "No module"), ("json:nothing", "no attribute")):
         with pytest.raises(RecipeError, match=message):
             read_rows(Source(source=path), "data.train")

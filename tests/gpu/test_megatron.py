@@ -46,6 +46,10 @@ def models(tmp_path_factory):
     return get
 
 
+def mean_error(found: torch.Tensor, expected: torch.Tensor, batch) -> float:
+    return float(((found - expected) * batch.mask_N_S).abs().sum() / batch.mask_N_S.sum())
+
+
 def need(layout: Layout) -> None:
     if layout.world > torch.cuda.device_count():
         pytest.skip(f"{layout} needs {layout.world} GPUs, {torch.cuda.device_count()} present")
@@ -58,13 +62,18 @@ def test_logprobs_agree_with_transformers(ranks, models, kind, layout):
     need(layout)
     batch = sample_batch()
     model = transformers.AutoModelForCausalLM.from_pretrained(models(kind), dtype=torch.float32).cuda()
+    model.eval()
     with torch.no_grad():
         reference = torch.log_softmax(model(batch.tokens_N_S.cuda()).logits, -1).cpu()
     expected = reference.gather(-1, torch.roll(batch.tokens_N_S, -1, 1).unsqueeze(-1)).squeeze(-1)
+    with torch.no_grad():
+        narrow = torch.log_softmax(model.bfloat16()(batch.tokens_N_S.cuda()).logits.float(), -1).cpu()
+    narrow = narrow.gather(-1, torch.roll(batch.tokens_N_S, -1, 1).unsqueeze(-1)).squeeze(-1)
+    rounding = mean_error(narrow, expected, batch)
     for found in ranks.run(layout.world, "tests.support.jobs:logprobs", str(models(kind)), layout):
-        error = ((found - expected) * batch.mask_N_S).abs()
-        print(f"{kind} {layout}: mean {error.sum() / batch.mask_N_S.sum():.5f} max {error.max():.5f}")
-        assert error.sum() / batch.mask_N_S.sum() <= 0.02  # BF16 against FP32
+        print(f"{kind} {layout}: mean error {mean_error(found, expected, batch):.5f}, transformers in BF16 {rounding:.5f}")
+        # BF16 on both sides: no further from FP32 than twice what BF16 costs transformers itself.
+        assert mean_error(found, expected, batch) <= 2 * rounding
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{k}-{x}" for k, x in CASES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,7 +39,12 @@ def read_rows(source: Source, key: str) -> list[dict[str, Any]]:
         except datasets.exceptions.DatasetGenerationError as error:
             raise DataError(f"{key}.source: {path} is not readable as {kind}: {error.__cause__ or error}") from error
     else:
-        rows = list(load_function(source.source, f"{key}.source")(**source.args))
+        function = load_function(source.source, f"{key}.source")
+        try:
+            inspect.signature(function).bind(**source.args)
+        except TypeError as error:
+            raise DataError(f"{key}.args do not fit {source.source}{inspect.signature(function)}: {error}") from error
+        rows = list(function(**source.args))
     if not rows:
         raise DataError(f"{key}.source: {source.source} has no rows")
     return rows

@@ -52,7 +52,9 @@ def quantize_pieces(
     if not finite:
         raise RefitError(f"{name}: the trainer's weight holds NaN or Inf; the refit is refused")
 
-    scales = amax / E4M3_MAX
+    # Divided by a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal, which
+    # differs in the last bit from what a CPU gives for the same block.
+    scales = amax / torch.tensor(E4M3_MAX, device=amax.device)
     # ModelOpt divides by the scale unguarded: an all-zero block would give 0/0, a denormal scale overflows e4m3.
     scales[scales < _SMALLEST_SCALE] = 1.0
     quantized = []

@@ -20,7 +20,8 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
     short = -width % BLOCK
     padded = nn.functional.pad(x.float(), (0, short)) if short else x.float()
     blocks = padded.unflatten(-1, (-1, BLOCK))
-    scale = (blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX).clamp(min=1e-10)
+    # By a tensor, not a number: see refit/quantize.py.
+    scale = (blocks.abs().amax(-1, keepdim=True) / torch.tensor(_E4M3_MAX, device=x.device)).clamp(min=1e-10)
     rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(-2)[..., :width]
 
