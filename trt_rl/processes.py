@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,10 +45,3 @@ def result(ref: ray.ObjectRef, name: str) -> Any:
 def gpus_per_actor() -> int:
     """1 in a Ray cluster with GPUs, 0 in one without. The driver's own machine need not have any."""
     return int(ray.cluster_resources().get("GPU", 0) > 0)
-
-
-def node_address_and_port() -> tuple[str, int]:
-    """This node's address for its peers and a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), probe.getsockname()[1]

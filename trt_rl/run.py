@@ -19,7 +19,6 @@ from trt_rl.data.prompts import PromptSet, PromptStream, read_rows
 from trt_rl.errors import CheckpointError, ModelError, RecipeError
 from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line, read_jsonl, write_jsonl
 from trt_rl.observe.span import span
-from trt_rl.processes import node_address_and_port
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.session import RefitSession
 from trt_rl.reward.pool import RewardPool
@@ -134,7 +133,7 @@ class Run:
         building = self.pool.begin_build()
         self.trainer.build()
         digests = self.pool.wait(building)
-        self.session = RefitSession(self.trainer, self.pool, digests, node_address_and_port(), recipe.refit.timeout_s)
+        self.session = RefitSession(self.trainer, self.pool, digests, self.trainer.address, recipe.refit.timeout_s)
         self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
 
     def _stop_tokens(self) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ import threading
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 
-from tests.support.ranks import free_port
 from trt_rl.errors import RefitError
 from trt_rl.refit.bucket import Bucket, BucketWriter
 from trt_rl.refit.session import RefitSession
@@ -23,7 +23,8 @@ def bucket(value: int, size: int = 1000) -> Bucket:
 
 def exchange(*senders, timeout_s: float = 20):
     """Run each of `senders(link, engine member)` in a thread against one engine; returns what the engine got or raised."""
-    port, count = free_port(), len(senders)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, count = store.port, len(senders)
 
     def run(member: int) -> None:
         link = GlooLink("127.0.0.1", port, member, count + 1, timeout_s)

@@ -9,15 +9,9 @@ import contextlib
 import importlib
 import multiprocessing as mp
 import os
-import socket
+import tempfile
 import traceback
 from dataclasses import dataclass
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _next_job(pipe):
@@ -41,13 +35,12 @@ def _worker(pipe) -> None:
     from megatron.core import parallel_state
 
     while (job := _next_job(pipe)) is not None:
-        function, rank, world, port, args = job
+        function, rank, world, meeting, args = job
         try:
             module, name = function.rsplit(":", 1)
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             if on_gpu:
                 torch.cuda.set_device(rank)
-            dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=world)
+            dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
             result = (True, getattr(importlib.import_module(module), name)(*args))
         except BaseException:  # noqa: BLE001 the parent re-raises it with this rank's traceback
             result = (False, f"rank {rank}:\n{traceback.format_exc()}")
@@ -75,10 +68,10 @@ class Pool:
 
     def run(self, world: int, function: str, *args, timeout: float = 240) -> list:
         """Results of `module:function(*args)` from every rank. Raises the first failure with its traceback."""
-        port = free_port()
+        meeting = tempfile.mktemp(prefix="trt_rl_test_")  # a file, because a port found free may be taken by then
         members = self.members[:world]
         for rank, (_, pipe) in enumerate(members):
-            pipe.send((function, rank, world, port, args))
+            pipe.send((function, rank, world, meeting, args))
         results = []
         for rank, (process, pipe) in enumerate(members):
             if not pipe.poll(timeout):

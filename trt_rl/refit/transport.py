@@ -19,12 +19,15 @@ _BUCKET, _END, _ABORT = 0, 1, 2
 
 
 class GlooLink:
-    """One member's end of the group. Construction is collective: every member must arrive within `timeout_s`."""
+    """One member's end of the group, which meets at the store on `host:port`.
+
+    Construction is collective: every member must arrive within `timeout_s`.
+    """
 
     def __init__(self, host: str, port: int, member: int, members: int, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
         self.member = member
-        self._store = dist.TCPStore(host, port, members, is_master=member == 0, timeout=timeout, wait_for_workers=False)
+        self._store = dist.PrefixStore("refit", dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False))
         self._group = dist.ProcessGroupGloo(self._store, member, members, timeout)
 
     def send(self, to: int, version: int, bucket: Bucket) -> None:

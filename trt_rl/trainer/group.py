@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 
 from trt_rl.batch import Batch
 from trt_rl.config import Recipe
 from trt_rl.errors import RefitError
-from trt_rl.processes import gather, gpus_per_actor, node_address_and_port
+from trt_rl.processes import gather, gpus_per_actor
 
 
 class MegatronActor:
@@ -21,9 +21,15 @@ class MegatronActor:
     def __init__(self, recipe: Recipe, rank: int) -> None:
         self.recipe, self.rank = recipe, rank
 
+    def listen(self) -> tuple[str, int]:
+        """Open the store at which all members of this run meet, on a port that is free because it is taken here."""
+        self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return ray.util.get_node_ip_address(), self.store.port
+
     def start(self, host: str, port: int) -> None:
         """Join the default process group and build the model. Collective over all ranks."""
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        if self.rank:
+            self.store = dist.TCPStore(host, port, wait_for_workers=False)
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(0)  # Ray shows each actor one GPU
@@ -32,17 +38,17 @@ class MegatronActor:
 
             torch.set_num_threads(1)
             cpu.install()
-        torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", rank=self.rank, world_size=self.recipe.trainer.parallel.layout().world
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("trainer", self.store),
+            rank=self.rank,
+            world_size=self.recipe.trainer.parallel.layout().world,
         )
         import modelopt.torch.quantization.qtensor  # noqa: F401  takes seconds: better now than inside the first refit
 
         from trt_rl.trainer.rank import MegatronRank
 
         self.trainer = MegatronRank(self.recipe)
-
-    def address(self) -> tuple[str, int]:
-        return node_address_and_port()
 
     def do(self, method: str, *args: Any) -> Any:
         return getattr(self.trainer, method)(*args)
@@ -54,6 +60,8 @@ class TrainerGroup:
 
     recipe: Recipe
     actors: list[ray.actor.ActorHandle]
+    address: tuple[str, int] | None = None
+    """Of the store at which processes of this run meet; known once `build` has begun."""
 
     @classmethod
     def start(cls, recipe: Recipe) -> TrainerGroup:
@@ -64,8 +72,8 @@ class TrainerGroup:
 
     def build(self) -> None:
         """Bring up process groups and load the model. Ranks start together, so call it once all actors exist."""
-        host, port = self._wait([self.actors[0].address.remote()])[0]
-        self._wait([actor.start.remote(host, port) for actor in self.actors])
+        self.address = self._wait([self.actors[0].listen.remote()])[0]
+        self._wait([actor.start.remote(*self.address) for actor in self.actors])
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies `[N, S]` under the current weights, FP32, zero outside the mask."""
