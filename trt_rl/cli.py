@@ -49,7 +49,7 @@ def train(
 
         summary = run(resolved, resume=resume, overwrite=overwrite)
     except TrtRlError as error:
-        console.print(f"[red]{type(error).__name__}[/]: {error}", markup=True)
+        console.print(f"{type(error).__name__}: {error}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         console.print("stopped at once, without a checkpoint")

@@ -72,7 +72,7 @@ class Run:
         if self.interrupted or not self.ready:
             raise KeyboardInterrupt
         self.interrupted = True
-        console.print("[yellow]interrupt: finishing this step, then saving a checkpoint (again to stop at once)[/]")
+        console.print("interrupt: finishing this step, then saving a checkpoint (again to stop at once)")
 
     def continues(self) -> bool:
         return self.step < self.recipe.run.steps and not self.interrupted
@@ -202,7 +202,7 @@ class Run:
         failures = [s.failure for g in sampled for s in g.scores if s.failure]
         self.summary["reward_failures"] += len(failures)
         if failures:
-            console.print(f"[yellow]reward function failed on {len(failures)} samples, which are left out; the first: {failures[0]}[/]")
+            console.print(f"reward function failed on {len(failures)} samples, which are left out; the first: {failures[0]}")
 
     def finish(self) -> dict[str, Any]:
         """Last validation, checkpoint, summary and plot."""

@@ -83,7 +83,11 @@ class Sampler:
             fresh = self.groups(prompts, rollout.group_size, rollout.sampling, f"step{step}/round{round_number}")
             self._shape(fresh)
             sampled += fresh
-            kept += [group for group in fresh if not dynamic.enabled or informative(group.rewards)]
+            failures = [s.failure for group in fresh for s in group.scores if s.failure]
+            if len(failures) == len(fresh) * rollout.group_size:
+                raise DataError(f"step {step}: reward.function failed on every sample; the first: {failures[0]}")
+            # Judged by the verifier's scores: a length penalty alone is no signal about the answer.
+            kept += [group for group in fresh if not dynamic.enabled or informative([s.value for s in group.scores])]
             if len(kept) == rollout.prompts_per_step:
                 break
         short = rollout.prompts_per_step - len(kept)

@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 
+from tests.support.jobs import quantize
 from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, RefitError
 from trt_rl.refit.bucket import BucketWriter
 from trt_rl.refit.hf_files import HFFolder
 from trt_rl.refit.precision import PrecisionTable, scale_name
-from trt_rl.refit.quantize import quantize_pieces
 from trt_rl.rollout.engine import Request, Sampling, make_engine
 from trt_rl.rollout.fp8 import BlockFP8Linear, dequantize, quantize_activations
 from trt_rl.rollout.hf import HFEngine
@@ -34,7 +34,7 @@ def buckets(folder, table: PrecisionTable, scale: float = 1.0):
         if table.formats[name] == "bf16":
             yield from writer.add((name, box, weight.bfloat16()))
         else:
-            (values,), scales = quantize_pieces(name, shape, [(box, weight.bfloat16())], None)
+            (values,), scales = quantize(shape, [(box, weight.bfloat16())])
             yield from writer.add((name, box, values), (scale_name(name), tuple((0, n) for n in scales.shape), scales))
     yield from writer.finish()
 
@@ -116,7 +116,7 @@ def test_fp8_model_holds_e4m3_and_nothing_wider(start):
 def test_block_fp8_linear_equals_a_product_written_block_by_block():
     torch.manual_seed(0)
     weight, x = torch.randn(200, 300), torch.randn(5, 300).bfloat16()
-    (values,), scales = quantize_pieces("w", (200, 300), [(((0, 200), (0, 300)), weight)], None)
+    (values,), scales = quantize((200, 300), [(((0, 200), (0, 300)), weight)])
     layer = BlockFP8Linear(200, 300)
     layer.weight.data, layer.weight_scale_inv.data = values, scales
     expected = torch.zeros(5, 200)

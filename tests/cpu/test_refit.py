@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.jobs import quantize
 from trt_rl.arch import Arch
 from trt_rl.errors import ModelError, RefitError
 from trt_rl.layout import Layout
@@ -19,7 +20,6 @@ from trt_rl.refit.hf_files import HFFolder, write_folder
 from trt_rl.refit.load import Loader
 from trt_rl.refit.names import hf_pieces, owns
 from trt_rl.refit.precision import PrecisionTable, scale_name
-from trt_rl.refit.quantize import quantize_pieces
 
 LAYOUTS = {
     "dense": [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2)],
@@ -72,6 +72,15 @@ def test_any_layout_delivers_the_same_bits(ranks, models, kind, layout, format):
         assert same_bits(targets[name], expected), name
 
 
+def test_blocks_shared_between_ranks_and_many_buckets_do_not_wait_for_each_other(ranks, models):
+    """The engine hears one rank after the other while those ranks exchange block maxima between themselves."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder = models("dense")
+    results = ranks.run(2, "tests.support.jobs:send_through_gloo", str(folder), Layout(tp=2, etp=2), 2000, store.port)
+    for name, expected in reference(folder, PrecisionTable.build(Arch.load(folder), "fp8_block")).items():
+        assert same_bits(results[0][name], expected), name
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp8_block"])
 def test_nan_is_refused_by_name(ranks, models, format):
     job = "tests.support.jobs:refit_buckets"
@@ -85,7 +94,7 @@ def test_nan_is_refused_by_name(ranks, models, format):
 @pytest.mark.parametrize("fill", [0.0, 1e-42, 1e-38, 3e38, -1.0])
 def test_extreme_blocks_give_finite_values(fill):
     weight = torch.full((130, 140), fill)
-    (values,), scales = quantize_pieces("w", (130, 140), [(((0, 130), (0, 140)), weight)], None)
+    (values,), scales = quantize((130, 140), [(((0, 130), (0, 140)), weight)])
     back = values.float() * scales.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :140]
     assert torch.isfinite(values.float()).all() and torch.isfinite(scales).all() and (scales > 0).all()
     assert torch.allclose(back, weight, rtol=0.07, atol=6e-36)
@@ -98,8 +107,8 @@ def test_pieces_on_one_rank_equal_the_whole(rows, columns, data):
     weight = torch.randn(rows, columns)
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=4))})
     pieces = [(((a, b), (0, columns)), weight[a:b]) for a, b in pairwise(cuts)]
-    parts, scales = quantize_pieces("w", (rows, columns), pieces, None)
-    (whole,), expected = quantize_pieces("w", (rows, columns), [(((0, rows), (0, columns)), weight)], None)
+    parts, scales = quantize((rows, columns), pieces)
+    (whole,), expected = quantize((rows, columns), [(((0, rows), (0, columns)), weight)])
     assert same_bits(torch.cat(parts), whole) and same_bits(scales, expected)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False)  # user text may hold brackets
 
 
 class MetricLog:

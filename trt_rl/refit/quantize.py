@@ -18,15 +18,33 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _BLOCKS = {-1: BLOCK, -2: BLOCK}
 
 
-def quantize_pieces(
-    name: str, shape: tuple[int, ...], pieces: list[tuple[Box, torch.Tensor]], group: dist.ProcessGroup | None
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+def block_maxima(shape: tuple[int, ...], pieces: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    """Largest magnitude in every block of a tensor of `shape`, as far as `pieces` reach; 0 elsewhere. FP32.
+
+    Args:
+        pieces: (box in the whole tensor, values of any float dtype).
+    """
+    from modelopt.torch.quantization.utils import reduce_block_amax
+
+    amax = torch.zeros(grid(shape), dtype=torch.float32, device=pieces[0][1].device)
+    for box, values in pieces:
+        origin, window = _window(box, values)
+        at = _grid_slices(origin, window)
+        amax[at] = torch.maximum(amax[at], reduce_block_amax(window, _BLOCKS))
+    return amax
+
+
+def exchange_maxima(amax: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Maximum over the ranks of `group`, in place. NaN becomes Inf, so that every rank hears of it. Collective."""
+    amax.copy_(torch.where(torch.isnan(amax), torch.inf, amax))
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+
+
+def quantize_pieces(name: str, pieces: list[tuple[Box, torch.Tensor]], amax: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Quantize this rank's `pieces` of HF tensor `name` to e4m3 with one FP32 scale per 128x128 block.
 
     Args:
-        shape: of the whole tensor.
-        pieces: (box in the whole tensor, values of any float dtype).
-        group: ranks that hold the other parts when a cut runs through a block, else None. Collective when given.
+        amax: of every block that the pieces touch, over the whole block; see `block_maxima`, `exchange_maxima`.
 
     Returns:
         e4m3 values of each piece, and the scales `[ceil(rows/128), ceil(columns/128)]`, meaningful for the
@@ -36,29 +54,17 @@ def quantize_pieces(
         RefitError: a value is NaN or infinite.
     """
     from modelopt.torch.quantization.qtensor import FP8QTensor
-    from modelopt.torch.quantization.utils import reduce_block_amax
 
-    windows = [_window(box, values) for box, values in pieces]
-    amax = torch.zeros(grid(shape), dtype=torch.float32, device=pieces[0][1].device)
-    for origin, window in windows:
-        at = _grid_slices(origin, window)
-        amax[at] = torch.maximum(amax[at], reduce_block_amax(window, _BLOCKS))
-    finite = torch.isfinite(amax).all()
-    if group is not None:
-        # A rank that found NaN still takes part, so that its peers fail with it instead of waiting.
-        amax = torch.where(torch.isfinite(amax), amax, torch.inf)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        finite = torch.isfinite(amax).all()
-    if not finite:
+    if not torch.isfinite(amax).all():
         raise RefitError(f"{name}: the trainer's weight holds NaN or Inf; the refit is refused")
-
     # Divided by a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal, which
     # differs in the last bit from what a CPU gives for the same block.
     scales = amax / torch.tensor(E4M3_MAX, device=amax.device)
     # ModelOpt divides by the scale unguarded: an all-zero block would give 0/0, a denormal scale overflows e4m3.
     scales[scales < _SMALLEST_SCALE] = 1.0
     quantized = []
-    for (box, values), (origin, window) in zip(pieces, windows, strict=True):
+    for box, values in pieces:
+        origin, window = _window(box, values)
         result, _ = FP8QTensor.quantize(window, scales=scales[_grid_slices(origin, window)], block_sizes=_BLOCKS)
         inner = tuple(slice(start - o, start - o + n) for (start, _), o, n in zip(box, origin, values.shape, strict=True))
         quantized.append(result._quantized_data[inner].contiguous())

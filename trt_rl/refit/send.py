@@ -5,6 +5,7 @@ First form of the route: every owning rank sends each of its pieces to every eng
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,10 +16,12 @@ from trt_rl.arch import Arch
 from trt_rl.errors import RefitError
 from trt_rl.layout import Layout
 from trt_rl.refit.bucket import Bucket, BucketWriter
-from trt_rl.refit.names import Box, Piece, hf_pieces, owns
+from trt_rl.refit.names import Box, hf_pieces, owns
 from trt_rl.refit.precision import BLOCK, PrecisionTable, scale_name
-from trt_rl.refit.quantize import owned_blocks, quantize_pieces
+from trt_rl.refit.quantize import block_maxima, exchange_maxima, owned_blocks, quantize_pieces
 from trt_rl.refit.transport import GlooLink
+
+Pieces = list[tuple[Box, torch.Tensor]]  # where in the HF tensor, and the values
 
 
 @dataclass(frozen=True)
@@ -40,28 +43,46 @@ class ShardSource:
         Raises:
             RefitError: a parameter cannot be mapped, or holds NaN or Inf.
         """
+        owned = list(self._owned(parameters))
+        maxima = self._exchange_maxima(owned)
         writer = BucketWriter(self.bucket_bytes)
+        for name, pieces, _ in owned:
+            yield from writer.add(*self._wire(name, pieces, maxima.get(name)))
+        yield from writer.finish()
+
+    def _owned(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Pieces, bool]]:
+        """HF name, this rank's pieces of it (views), and whether it belongs to an expert."""
         at = self.layout.at(self.rank)
         for name, parameter in parameters:
             if not owns(name, at, self.layout, self.arch):
                 continue
-            by_tensor: dict[str, list[Piece]] = {}
+            by_tensor: dict[str, Pieces] = {}
             for piece in hf_pieces(name, self.arch, self.layout, at):
-                by_tensor.setdefault(piece.hf_name, []).append(piece)
+                view = parameter[tuple(slice(*b) for b in piece.local_box)]
+                by_tensor.setdefault(piece.hf_name, []).append((piece.hf_box, view))
             for hf_name, pieces in by_tensor.items():
-                values = [(p.hf_box, parameter[tuple(slice(*b) for b in p.local_box)]) for p in pieces]
-                yield from writer.add(*self._wire(hf_name, values, expert=".experts." in name))
-        yield from writer.finish()
+                yield hf_name, pieces, ".experts." in name
 
-    def _wire(self, name: str, pieces: list[tuple[Box, torch.Tensor]], expert: bool) -> list[tuple[str, Box, torch.Tensor]]:
+    def _exchange_maxima(self, owned: list[tuple[str, Pieces, bool]]) -> dict[str, torch.Tensor]:
+        """Block maxima of tensors whose cut runs through blocks. Collective over the ranks that share them.
+
+        All of it comes before the first send: an engine may listen to one rank while its neighbour waits to send.
+        """
+        maxima = {}
+        for name, pieces, expert in owned:
+            if self.table.formats[name] != "bf16" and (group := self._cut_group(self.table.shapes[name], pieces, expert)):
+                maxima[name] = block_maxima(self.table.shapes[name], pieces)
+                exchange_maxima(maxima[name], group)
+        return maxima
+
+    def _wire(self, name: str, pieces: Pieces, amax: torch.Tensor | None) -> list[tuple[str, Box, torch.Tensor]]:
         if self.table.formats[name] == "bf16":
             for _, values in pieces:
                 if not torch.isfinite(values).all():
                     raise RefitError(f"{name}: the trainer's weight holds NaN or Inf; the refit is refused")
             return [(name, box, values.to(torch.bfloat16)) for box, values in pieces]
-        shape = self.table.shapes[name]
-        group = self._cut_group(shape, pieces, expert)
-        quantized, scales = quantize_pieces(name, shape, pieces, group)
+        amax = block_maxima(self.table.shapes[name], pieces) if amax is None else amax
+        quantized, scales = quantize_pieces(name, pieces, amax)
         slices = []
         for (box, _), values in zip(pieces, quantized, strict=True):
             slices.append((name, box, values))
@@ -91,9 +112,10 @@ def send(source: ShardSource, parameters: Iterable[tuple[str, torch.Tensor]], li
             for engine in engines:
                 link.send(engine, version, bucket)
                 sent += bucket.payload.numel()
-    except RefitError as error:
+    except Exception as error:
         for engine in engines:
-            link.abort(engine, version, f"trainer rank {source.rank}: {error}")
+            with contextlib.suppress(RuntimeError):  # the link itself may be what failed
+                link.abort(engine, version, f"trainer rank {source.rank}: {error}")
         raise
     for engine in engines:
         link.end(engine, version)

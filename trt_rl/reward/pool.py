@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import math
 import signal
 import traceback
@@ -10,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
 from trt_rl.config import RewardSettings
 from trt_rl.dotted import load_function
+from trt_rl.errors import RecipeError
 
+_DEATHS = (ActorDiedError, ActorUnavailableError, OutOfMemoryError)
 _GRACE_S = 1.0  # between asking a slow function to stop and ending its process
 
 
@@ -62,11 +65,22 @@ class RewardActor:
         return Score(value) if math.isfinite(value) else Score(None, f"returned {value}")
 
 
+def check_reward(settings: RewardSettings) -> None:
+    """Raises:
+    RecipeError: the function cannot be loaded, or cannot be called with a response, a row and `reward.args`.
+    """
+    function = load_function(settings.function, "reward.function")
+    try:
+        inspect.signature(function).bind("", {}, **settings.args)
+    except TypeError as error:
+        raise RecipeError(f"reward.args do not fit {settings.function}{inspect.signature(function)}: {error}") from error
+
+
 class RewardPool:
     """Scores responses in order; a worker that dies is replaced and costs only the sample that killed it."""
 
     def __init__(self, settings: RewardSettings) -> None:
-        load_function(settings.function, "reward.function")  # a wrong path is an error here, not in a worker
+        check_reward(settings)
         self.settings = settings
         self._kind = ray.remote(num_cpus=0)(RewardActor)
         self._workers = [self._kind.remote(settings) for _ in range(settings.workers)]
@@ -79,7 +93,7 @@ class RewardPool:
         for i, ref in enumerate(refs):
             try:
                 results[i::count] = ray.get(ref)
-            except (ActorDiedError, ActorUnavailableError):
+            except _DEATHS:
                 self._replace(i)
                 results[i::count] = [self._score_alone(i, item) for item in shares[i]]
         return results
@@ -87,7 +101,7 @@ class RewardPool:
     def _score_alone(self, worker: int, item: tuple[str, dict[str, Any]]) -> Score:
         try:
             return ray.get(self._workers[worker].score.remote([item]))[0]
-        except (ActorDiedError, ActorUnavailableError):
+        except _DEATHS:
             self._replace(worker)
             return Score(None, "ended or blocked its worker process")
 

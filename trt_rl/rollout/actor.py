@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from typing import Any
 
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
@@ -50,34 +48,28 @@ class EngineActor:
         return await asyncio.to_thread(self._receive_weights, version)
 
     def _receive_weights(self, version: int) -> dict[str, float]:
+        # Whatever fails here, the senders are heard to their end, or they would wait for this engine.
+        failure: RefitError | None = None
+        begun = False
         try:
-            # A refused begin must still hear the senders out, or they would wait for this engine.
-            refused = None
-            try:
-                self.engine.begin_refit(version)
-            except RefitError as error:
-                refused = error
+            self.engine.begin_refit(version)
+            begun = True
+        except RefitError as error:
+            failure = error
+        try:
             for bucket in self.link.receive(self.senders, version):
-                if refused is None:
+                if failure is None:
                     try:
                         self.engine.load_bucket(bucket)
                     except RefitError as error:
-                        refused = error
-            if refused is not None:
-                raise refused
-            return self.engine.commit_refit(version)
+                        failure = error
+            if failure is None:
+                return self.engine.commit_refit(version)
         except RefitError as error:
-            self.engine.abort_refit(str(error))
-            raise
-
-    async def health(self) -> dict[str, Any]:
-        return self.engine.health()
+            failure = error
+        if begun:  # an engine that refused to begin still holds its old weights, whole
+            self.engine.abort_refit(str(failure))
+        raise failure
 
     async def stats(self) -> dict[str, float]:
         return self.engine.stats()
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self.engine.stop)
-
-    async def pid(self) -> int:
-        return os.getpid()

@@ -74,12 +74,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do; the plan checks a recipe against it before anything starts."""
+    """What an engine can do."""
 
     formats: tuple[str, ...]
     pause_modes: tuple[PauseMode, ...]
     sleep: bool
-    tensor_parallel: bool
 
 
 class RolloutEngine(ABC):
@@ -166,6 +165,8 @@ def make_engine(name: str, model_path: str, arch: Arch, table: PrecisionTable, o
         kind = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise EngineError(f"rollout.engine = {name!r} cannot be imported here: {error}") from error
+    if missing := {f for f in table.formats.values() if f not in kind.capabilities.formats}:
+        raise EngineError(f"rollout.engine = {name!r} cannot hold {', '.join(missing)}; it holds {', '.join(kind.capabilities.formats)}")
     allowed = list(inspect.signature(kind).parameters)[3:]
     if unknown := sorted(options.keys() - set(allowed)):
         raise EngineError(f"rollout.{name}.{unknown[0]} is no option of this engine; its options: {', '.join(allowed)}")

@@ -39,6 +39,11 @@ class _Job:
     over: bool = False
 
     @property
+    def room(self) -> int:
+        """Positions the request may come to need."""
+        return len(self.request.prompt) + self.request.sampling.max_tokens
+
+    @property
     def length(self) -> int:
         return len(self.request.prompt) + len(self.done.tokens)
 
@@ -52,7 +57,7 @@ class _Prefix:
 
 
 class HFEngine(RolloutEngine):
-    capabilities = Capabilities(("bf16", "fp8_block"), ("drain", "abort", "keep"), sleep=False, tensor_parallel=False)
+    capabilities = Capabilities(("bf16", "fp8_block"), ("drain", "abort", "keep"), sleep=False)
 
     def __init__(
         self,
@@ -62,15 +67,18 @@ class HFEngine(RolloutEngine):
         max_batch: int = 512,
         prefill_tokens: int = 8192,
         prefix_cache_prompts: int = 256,
+        kv_cache_tokens: int = 262144,
     ) -> None:
         """
         Args:
             max_batch: requests decoded together.
             prefill_tokens: padded prompt tokens in one prefill pass.
             prefix_cache_prompts: distinct prompts whose prefill is kept until the weights change.
+            kv_cache_tokens: room for running requests, each counted at the longest one's prompt + max_tokens.
         """
         self.model_path, self.arch, self.table = model_path, arch, table
         self.max_batch, self.prefill_tokens, self.prefix_limit = max_batch, prefill_tokens, prefix_cache_prompts
+        self.kv_cache_tokens = kv_cache_tokens
         self.version: int | None = None
         self.poisoned: str | None = "no weights yet: the first refit has not committed"
         self._waiting: deque[_Job] = deque()
@@ -168,6 +176,8 @@ class HFEngine(RolloutEngine):
         with self._turn:
             if self._running:
                 raise RefitError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before a refit")
+            if self._stopping:
+                raise RefitError(f"the engine cannot take weights: {self.poisoned or 'it is stopping'}")
             if self.version is not None and version <= self.version:
                 raise RefitError(f"version {version} is not newer than the engine's {self.version}")
             self.poisoned = f"a refit to version {version} has begun and not committed"
@@ -209,7 +219,7 @@ class HFEngine(RolloutEngine):
                     if self._stopping:
                         break
                     self._finish_aborted()
-                    admitted = [] if self._paused else self._admit()
+                    admitted = [] if self._paused or self.poisoned else self._admit()
                     running = [] if self._paused == "keep" else list(self._running)
                     self._busy = True
                 with torch.inference_mode():
@@ -245,11 +255,12 @@ class HFEngine(RolloutEngine):
         self._running = [job for job in self._running if job not in gone]
         self._turn.notify_all()
         for job in jobs:
-            job.result.set_result(job.done)
+            if job.result.set_running_or_notify_cancel():  # a caller may have given up waiting
+                job.result.set_result(job.done)
 
     def _fail_all(self, error: EngineError) -> None:
         with self._turn:
-            self.poisoned = str(error)
+            self.poisoned, self._stopping, self._busy = str(error), True, False
             for job in (*self._running, *self._waiting):
                 if not job.result.done():
                     job.result.set_exception(error)
@@ -260,14 +271,17 @@ class HFEngine(RolloutEngine):
         taken = {job.slot for job in self._running}
         free = (slot for slot in range(self.max_batch) if slot not in taken)
         admitted = []
+        longest = max((job.room for job in self._running), default=0)
         while self._waiting and (slot := next(free, None)) is not None:
+            longest = max(longest, self._waiting[0].room)
+            if slot and (slot + 1) * longest > self.kv_cache_tokens:
+                break
             job = self._waiting.popleft()
             job.slot = slot
             admitted.append(job)
         self._running.extend(admitted)
         if self._running:
-            longest = max(len(j.request.prompt) + j.request.sampling.max_tokens for j in self._running)
-            self.cache.reserve(max(j.slot for j in self._running) + 1, longest)
+            self.cache.reserve(max(j.slot for j in self._running) + 1, max(j.room for j in self._running))
         return admitted
 
     def _prefill(self, jobs: list[_Job]) -> list[tuple[_Job, torch.Tensor]]:
@@ -335,14 +349,16 @@ class HFEngine(RolloutEngine):
         if not results:
             return
         jobs = [job for job, _ in results]
-        logits = torch.stack([row for _, row in results]).cpu()
+        logits = torch.stack([row for _, row in results])
         tokens, logprobs = sample(logits, [j.request.sampling for j in jobs], [j.draw.random() for j in jobs])
         for job, token, logprob in zip(jobs, tokens, logprobs, strict=True):
             done, sampling = job.done, job.request.sampling
             done.tokens.append(token)
             done.logprobs.append(logprob)
             done.versions.append(self.version)
-            if token in sampling.stop_token_ids:
+            if job.result.cancelled():
+                job.over = True
+            elif token in sampling.stop_token_ids:
                 done.finish, job.over = "stop", True
             elif len(done.tokens) >= sampling.max_tokens:
                 done.finish, job.over = "length", True

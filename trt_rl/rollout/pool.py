@@ -54,10 +54,8 @@ class RolloutPool:
         return [getattr(actor, method).remote(*args) for actor in self.actors]
 
     def stats(self) -> list[dict[str, float]]:
+        """Counters of every engine since it started."""
         return self.wait(self.begin("stats"))
-
-    def stop(self) -> None:
-        self.wait(self.begin("stop"))
 
     def names(self) -> list[str]:
         return [f"engine {i}" for i in range(len(self.actors))]

@@ -62,4 +62,6 @@ def make_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, tot
         end_wd=settings.weight_decay,
         wd_incr_steps=decay_updates,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # the recipe decides, also after a resume
+        override_opt_param_scheduler=True,
     )

@@ -114,6 +114,10 @@ class MegatronRank:
 
     def load(self, folder: str) -> None:
         checkpoint.load(Path(folder), self.model, self.optimizer, self.schedule)
+        settings = self.recipe.trainer.optimizer
+        for group in self.optimizer.param_groups:  # the checkpoint brought its own; the recipe may have changed since
+            group["max_lr"], group["min_lr"] = settings.lr, settings.min_lr
+        self.schedule.step(increment=0)
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), without config or tokenizer."""
