@@ -13,7 +13,7 @@ from rich.table import Table
 import trt_rl
 from trt_rl import plan
 from trt_rl.config import dump_recipe, load_recipe
-from trt_rl.errors import TrtRlError
+from trt_rl.errors import RecipeError, TrtRlError
 from trt_rl.observe.log import console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=trt_rl.__doc__)
@@ -41,8 +41,11 @@ def train(
         if dry_run:
             plan.check(resolved)
             path = resolved.folder / "resolved.yaml"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(dump_recipe(resolved))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(dump_recipe(resolved))
+            except OSError as error:
+                raise RecipeError(f"run.folder {resolved.folder} cannot be written: {error.strerror}; set run.folder") from error
             console.print(f"the recipe can run; resolved into {path}")
             return
         from trt_rl.train import train as run  # imports torch and Ray, which a dry run does without

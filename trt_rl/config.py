@@ -41,6 +41,8 @@ class RunSettings(Section):
     """Older checkpoints are deleted once a newer one is complete."""
     wait_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest wait for any part of the run to answer one call; then the run ends with an error that names the part."""
+    save_hf: bool = True
+    """At the end, write the trained weights to `<folder>/model`, a Hugging Face folder."""
     tensorboard: bool = True
     """Write event files to `<folder>/tensorboard`."""
 
@@ -126,8 +128,8 @@ class ImportanceCorrection(Section):
 
 
 class AlgoSettings(Section):
-    advantage: Literal["grpo"] = "grpo"
     normalize_std: bool = True
+    """GRPO advantages are divided by the group's standard deviation; false is Dr. GRPO."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
@@ -183,7 +185,6 @@ class RefitSettings(Section):
     exclude: list[str] = []
     """Patterns of Hugging Face tensor names that stay BF16, e.g. `model.layers.0.*`."""
     bucket_mib: Positive = 256
-    transport: Literal["gloo"] = "gloo"
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
 
@@ -201,7 +202,7 @@ class Recipe(Section):
 
     @property
     def folder(self) -> Path:
-        return Path(self.run.folder.format(name=self.name))
+        return Path(self.run.folder.replace("{name}", self.name))
 
     @property
     def correct_importance(self) -> bool:
@@ -226,6 +227,18 @@ OWNED_MEGATRON = {
     "bf16": "trainer.precision",
     "fp16": "trainer.precision",
     "params_dtype": "trainer.precision",
+    "autocast_dtype": "trainer.precision",
+    "enable_autocast": "trainer.precision",
+    "calculate_per_token_loss": "nothing: token weights already make the loss a mean over the global batch",
+    "perform_initialization": "nothing: it also marks tensor-parallel parameters",
+    "variable_seq_lengths": "trainer.parallel.pp",
+    "moe_router_pre_softmax": "model.path (config.json)",
+    "layernorm_zero_centered_gamma": "nothing: it changes what a norm's weight means",
+    **dict.fromkeys(
+        ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        "trainer.parallel.pp (stages hold equal numbers of layers)",
+    ),
     "pipeline_dtype": "trainer.precision",
     **dict.fromkeys(
         ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",

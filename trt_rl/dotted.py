@@ -18,6 +18,9 @@ def load_function(path: str, key: str) -> Callable:
     if not name:
         raise RecipeError(f"{key} = {path!r} is not of the form module:name")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise RecipeError(f"{key} = {path!r} cannot be loaded: {error}") from error
+    if not callable(function):
+        raise RecipeError(f"{key} = {path!r} is {type(function).__name__}, not a function")
+    return function

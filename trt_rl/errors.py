@@ -29,5 +29,9 @@ class WorkerDied(TrtRlError):
     """A process of the run ended before its work was done."""
 
 
+class WorkerFailed(TrtRlError):
+    """A process of the run raised something that no one foresaw; the message holds its traceback."""
+
+
 class EngineError(TrtRlError):
     """A rollout engine cannot serve the request it was given."""

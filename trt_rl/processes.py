@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, WorkerCrashedError
+from ray.exceptions import RayError, RayTaskError
 
-from trt_rl.errors import TrtRlError, WorkerDied
+from trt_rl.errors import TrtRlError, WorkerDied, WorkerFailed
+
+_DEATH_NOTICE_S = 3.0  # how long Ray may take to report a death that its peers have already felt
 
 
 def gather(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float) -> list[Any]:
@@ -16,6 +18,7 @@ def gather(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
 
     Raises:
         WorkerDied: a process ended, or none of the remaining ones answered within `timeout_s`.
+        WorkerFailed: a part raised something unexpected; the message holds its traceback.
         TrtRlError: what a part raised for the user, as it raised it.
     """
     name_of = dict(zip(refs, names, strict=True))
@@ -24,22 +27,29 @@ def gather(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
         done, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
         if not done:
             waiting = ", ".join(sorted(name_of[ref] for ref in pending))
-            raise WorkerDied(f"no answer within {timeout_s:.0f} s (run.wait_s) from: {waiting}")
-        for ref in done:
-            result(ref, name_of[ref])
+            raise WorkerDied(f"no answer within {timeout_s:.0f} s from: {waiting}")
+        failure = _failure(done[0], name_of[done[0]])
+        if isinstance(failure, WorkerFailed):
+            # A lost connection is usually the echo of a peer's death: let the death speak first.
+            late, _ = ray.wait(pending, num_returns=len(pending), timeout=_DEATH_NOTICE_S) if pending else ([], [])
+            others = [_failure(ref, name_of[ref]) for ref in late]
+            failure = next((f for f in others if isinstance(f, WorkerDied)), failure)
+        if failure is not None:
+            raise failure
     return [ray.get(ref) for ref in refs]
 
 
-def result(ref: ray.ObjectRef, name: str) -> Any:
-    """The value of a finished call, or its failure with the part's name."""
+def _failure(ref: ray.ObjectRef, name: str) -> TrtRlError | None:
+    """What a finished call failed with, in the user's terms; None if it did not."""
     try:
-        return ray.get(ref)
+        ray.get(ref)
     except RayTaskError as error:
         if isinstance(error.cause, TrtRlError):
-            raise type(error.cause)(f"{name}: {error.cause}") from None
-        raise
-    except (ActorDiedError, ActorUnavailableError, WorkerCrashedError) as error:
-        raise WorkerDied(f"{name} died: {str(error).strip().splitlines()[0]}") from error
+            return type(error.cause)(f"{name}: {error.cause}")
+        return WorkerFailed(f"{name} failed: {type(error.cause).__name__}: {error.cause}\n{error}")
+    except RayError as error:
+        return WorkerDied(f"{name} died: {str(error).strip().splitlines()[0]}")
+    return None
 
 
 def gpus_per_actor() -> int:

@@ -16,17 +16,28 @@ import transformers
 from trt_rl import plan
 from trt_rl.config import Recipe, dump_recipe
 from trt_rl.data.prompts import PromptSet, PromptStream, read_rows
-from trt_rl.errors import CheckpointError, ModelError, RecipeError
+from trt_rl.errors import CheckpointError, DataError, ModelError, RecipeError
 from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line, read_jsonl, write_jsonl
 from trt_rl.observe.span import span
+from trt_rl.processes import gpus_per_actor
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.session import RefitSession
-from trt_rl.reward.pool import RewardPool
+from trt_rl.reward.pool import RewardPool, check_reward
 from trt_rl.rollout.pool import RolloutPool
 from trt_rl.samples import Group, Sampler, rollout_rows
 from trt_rl.trainer.group import TrainerGroup
 
-_OURS = ("recipe.yaml", "precision.json", "metrics.jsonl", "summary.json", "progress.png", "rollouts", "checkpoints", "tensorboard")
+_OURS = (
+    "recipe.yaml",
+    "precision.json",
+    "metrics.jsonl",
+    "summary.json",
+    "progress.png",
+    "rollouts",
+    "checkpoints",
+    "tensorboard",
+    "model",
+)
 
 
 class Run:
@@ -44,9 +55,10 @@ class Run:
         self.ready = False  # nothing is worth saving before every process is up
         self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
         self.checkpoint = self._find_checkpoint() if resume else None
-        if self.checkpoint is None:
-            self._claim_folder(overwrite)
+        self.overwrite = overwrite
+        self._refuse_held_folder()
         self.started = time.perf_counter()
+        span.reset()
 
     # --- beginning and end -------------------------------------------------------------------------------------
 
@@ -54,6 +66,8 @@ class Run:
         self._handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._prepare_data()
+            check_reward(self.recipe.reward)
+            self._claim_folder()  # only now: a mistake found above costs nothing that was there
             with span("start"):
                 self._start_processes()
             self._restore()
@@ -65,8 +79,12 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.log.close()
-        self._stop_processes()
+        try:
+            if isinstance(error, DataError) and self.step:
+                self.save()  # the trainer is well; what it has learned outlives the data's end
+            self.log.close()
+        finally:
+            self._stop_processes()
 
     def _interrupt(self, signum, frame) -> None:
         if self.interrupted or not self.ready:
@@ -77,19 +95,21 @@ class Run:
     def continues(self) -> bool:
         return self.step < self.recipe.run.steps and not self.interrupted
 
-    def _claim_folder(self, overwrite: bool) -> None:
-        """Make the folder ours, or say why it cannot be."""
-        held = [name for name in _OURS if (self.folder / name).exists()]
-        if held and not overwrite:
+    def _refuse_held_folder(self) -> None:
+        held = [name for name in ("metrics.jsonl", "summary.json", "checkpoints") if (self.folder / name).exists()]
+        if held and not self.overwrite and self.checkpoint is None:
             raise RecipeError(
                 f"run.folder {self.folder} already holds a run ({', '.join(held)}); continue it with --resume, "
                 "replace it with --overwrite, or set run.folder"
             )
+
+    def _claim_folder(self) -> None:
+        """Make the folder ours; of an earlier run there, only what runs write is removed."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in held:
-                path = self.folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in [self.folder / name for name in _OURS] if self.checkpoint is None else []:
+                if path.exists():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe))
         except OSError as error:
             raise RecipeError(f"run.folder {self.folder} cannot be written: {error.strerror}; set run.folder") from error
@@ -125,8 +145,12 @@ class Run:
             local = (
                 {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": layout.world + recipe.rollout.replicas, "include_dashboard": False}
             )
-            ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **local)
+            try:
+                ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **local)
+            except ConnectionError as error:
+                raise RecipeError(f"no Ray cluster answers at RAY_ADDRESS = {os.environ.get('RAY_ADDRESS')}: {error}") from error
             self._own_ray = True
+        self._check_resources(layout.world + recipe.rollout.replicas)
         self.rewards = RewardPool(recipe.reward)
         self.trainer = TrainerGroup.start(recipe)
         self.pool = RolloutPool.start(recipe)
@@ -135,6 +159,15 @@ class Run:
         digests = self.pool.wait(building)
         self.session = RefitSession(self.trainer, self.pool, digests, self.trainer.address, recipe.refit.timeout_s)
         self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
+
+    def _check_resources(self, actors: int) -> None:
+        have = ray.cluster_resources()
+        for kind, each in (("GPU", gpus_per_actor()), ("CPU", 1)):
+            if actors * each > have.get(kind, 0):
+                raise RecipeError(
+                    f"the run needs {actors} {kind}s (one for each trainer rank of trainer.parallel and each of rollout.replicas), "
+                    f"the Ray cluster has {have.get(kind, 0):.0f}; use a smaller layout, fewer replicas or a larger cluster"
+                )
 
     def _stop_tokens(self) -> tuple[int, ...]:
         tokens = list(self.recipe.rollout.stop_token_ids)
@@ -211,6 +244,8 @@ class Run:
             self.summary["heldout_accuracy_after"] = metrics["validation_accuracy"]
             self.log.add(self.step, metrics)
         self.save()
+        if not self.interrupted and self.recipe.run.save_hf:
+            self._save_hf()
         self.summary |= {
             "name": self.recipe.name,
             "steps": self.step,
@@ -218,12 +253,23 @@ class Run:
             "weight_version": self.version,
             "prompts_dropped": self.dropped,
             "seconds": round(self.summary["seconds"] + time.perf_counter() - self.started, 1),
+            "engines": self.pool.stats(),
             "seconds_by_phase": {name: round(s, 2) for name, s in span.total.items()},
             "checkpoint": str(self._checkpoint_path(self.step)),
         }
         (self.folder / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
         plot_progress(read_jsonl(self.log.path), self.folder / "progress.png")
         return self.summary
+
+    def _save_hf(self) -> None:
+        """The trained model as a Hugging Face folder, for any tool that reads one."""
+        target, source = self.folder / "model", Path(self.recipe.model.path)
+        with span("save"):
+            self.trainer.export_hf(str(target.resolve()))
+            for file in (*source.glob("*.json"), *source.glob("*.jinja"), *source.glob("*.txt")):
+                if not file.name.startswith("model.safetensors"):
+                    shutil.copy(file, target)
+        self.summary["model"] = str(target)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
@@ -256,7 +302,7 @@ class Run:
             shutil.rmtree(old)
 
     def _find_checkpoint(self) -> Path:
-        found = sorted(self.folder.glob("checkpoints/step_*/state.json"))
+        found = sorted(p for p in self.folder.glob("checkpoints/step_*/state.json") if p.parent.suffix != ".partial")
         if not found:
             raise CheckpointError(f"--resume: {self.folder}/checkpoints holds no complete checkpoint; start without --resume")
         folder = found[-1].parent

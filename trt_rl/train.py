@@ -26,7 +26,7 @@ def train(recipe: Recipe, resume: bool = False, overwrite: bool = False) -> dict
 
             batch = training_batch(recipe, groups)
             with span("logprobs"):
-                old_logp, _ = run.trainer.logprobs(batch)
+                old_logp = run.trainer.logprobs(batch)
             batch, mismatch = correct(recipe, batch, old_logp)
 
             with span("train"):

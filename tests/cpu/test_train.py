@@ -112,8 +112,22 @@ def check_outputs(cli: Cli, steps: int) -> dict:
             assert len(row["tokens"]) == len(row["logprobs"]) == len(row["weight_versions"])
             assert set(row["weight_versions"]) == {step - 1} and all(p <= 0 for p in row["logprobs"])
     assert metrics[1]["ppo_kl"] == 0.0 and metrics[1]["clip_fraction"] == 0.0
-    assert not cli.left_behind()
+    assert load_exported(cli) and not cli.left_behind()
     return metrics
+
+
+def load_exported(cli: Cli) -> bool:
+    """The trained model is a Hugging Face folder that differs from the one the run began with."""
+    import torch
+    import transformers
+    import yaml
+
+    start = yaml.safe_load((cli.folder / "recipe.yaml").read_text())["model"]["path"]
+    before = transformers.AutoModelForCausalLM.from_pretrained(ROOT / start, dtype=torch.float32)
+    after = transformers.AutoModelForCausalLM.from_pretrained(cli.folder / "model", dtype=torch.float32)
+    transformers.AutoTokenizer.from_pretrained(cli.folder / "model")
+    changes = [(a - b).abs().max().item() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    return 0 < max(changes) < 0.1
 
 
 def test_moe_with_expert_parallelism_and_a_reward_that_fails(tiny, tmp_path):
@@ -167,7 +181,7 @@ def test_bf16_engine_and_trainer_agree(tmp_path):
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    settings = ["run.steps=4", "run.save_every=1", "rollout.prompts_per_step=8"]
+    settings = ["run.steps=4", "run.save_every=1", "rollout.prompts_per_step=8", "trainer.optimizer.decay_steps=10"]
     straight = Cli(tmp_path / "straight", *settings)
     straight.finish()
     expected = check_metrics(straight, 4)
@@ -219,6 +233,27 @@ def test_a_dead_trainer_rank_is_named_and_the_run_ends(tmp_path):
     cli.members("ray::MegatronActor")[0].kill()
     text = cli.finish(code=2, timeout=60)
     assert "WorkerDied" in text and "trainer rank" in text and "Traceback" not in text
+    assert not cli.left_behind()
+
+
+def test_a_mistake_found_at_the_start_costs_nothing_that_was_there(tmp_path):
+    kept = tmp_path / "run/checkpoints/step_000001/state.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    for mistake, message in (
+        ("data.train.args.task=chain_sums", "data.train.source: trt_rl.data.reasoning:rows raised"),
+        ("reward.args={wrong: 1}", "reward.args do not fit"),
+        ("reward.function=tests.support.tasks:nothing", "reward.function = 'tests.support.tasks:nothing' cannot be loaded"),
+    ):
+        text = Cli(tmp_path / "run", "--overwrite", mistake).finish(code=2)
+        assert message in text and "Traceback" not in text
+    assert kept.exists()
+
+
+def test_a_reward_that_always_fails_ends_the_run(tmp_path):
+    cli = Cli(tmp_path / "hopeless", "reward.function=tests.support.tasks:brackets", "run.steps=2")
+    text = cli.finish(code=2)
+    assert "step 1: reward.function failed on every sample" in text and "[/INST]" in text and "Traceback" not in text
     assert not cli.left_behind()
 
 

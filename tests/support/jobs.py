@@ -89,7 +89,7 @@ def train_steps(folder: str, layout: Layout, steps: int = 5, precision: str = "f
     trainer = MegatronRank(recipe(folder, layout, precision))
     batch, parts = ready_batch(sample_batch()), [None] * layout.world
     dist.all_gather_object(parts, trainer.logprobs(batch))
-    old, _ = assemble(batch, parts)
+    old = assemble(batch, parts)
     return [trainer.train(batch.with_(old_logp_N_S=old)) for _ in range(steps)]
 
 
@@ -143,7 +143,7 @@ def logprobs(folder: str, layout: Layout, precision: str = "bf16"):
     trainer = MegatronRank(recipe(folder, layout, precision))
     batch, parts = ready_batch(sample_batch()), [None] * layout.world
     dist.all_gather_object(parts, trainer.logprobs(batch))
-    return assemble(batch, parts)[0]
+    return assemble(batch, parts)
 
 
 def quantize(shape: tuple[int, ...], pieces):

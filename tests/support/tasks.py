@@ -38,3 +38,7 @@ def sums(size: int, seed: int) -> list[dict]:
 
 def exact(response: str, row: dict) -> float:
     return float(response.strip() == row["answer"])
+
+
+def brackets(response: str, row: dict) -> float:
+    raise ValueError("no [/INST] in the response")

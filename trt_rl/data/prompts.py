@@ -44,7 +44,10 @@ def read_rows(source: Source, key: str) -> list[dict[str, Any]]:
             inspect.signature(function).bind(**source.args)
         except TypeError as error:
             raise DataError(f"{key}.args do not fit {source.source}{inspect.signature(function)}: {error}") from error
-        rows = list(function(**source.args))
+        try:
+            rows = list(function(**source.args))
+        except Exception as error:
+            raise DataError(f"{key}.source: {source.source} raised {type(error).__name__}: {error}") from error
     if not rows:
         raise DataError(f"{key}.source: {source.source} has no rows")
     return rows
@@ -59,7 +62,10 @@ class PromptSet:
         for index, row in enumerate(rows):
             if row.get(settings.prompt_key) in (None, "", []):
                 raise DataError(f"{key}: row {index} has no {settings.prompt_key!r} (data.prompt_key); its columns: {sorted(row)}")
-            tokens = encode(tokenizer, row[settings.prompt_key])
+            try:
+                tokens = encode(tokenizer, row[settings.prompt_key])
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{key}: row {index}: the prompt cannot be tokenized: {error}") from error
             if len(tokens) > settings.max_prompt_tokens:
                 self.dropped += 1
             else:
@@ -75,6 +81,8 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[int]:
     """Token ids of a plain string, or of chat messages through the tokenizer's template."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
+    if not isinstance(prompt, list):
+        raise TypeError(f"it is {type(prompt).__name__}, neither a string nor a list of chat messages")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 

@@ -24,6 +24,10 @@ class Spans:
             for sums in (self.step, self.total):
                 sums[name] = sums.get(name, 0.0) + seconds
 
+    def reset(self) -> None:
+        """Forget everything, at the beginning of a run."""
+        self.step, self.total = {}, {}
+
     def take_step(self) -> dict[str, float]:
         """Spans since the last call."""
         taken, self.step = self.step, {}

@@ -67,11 +67,6 @@ def hf_pieces(name: str, arch: Arch, layout: Layout, at: Coordinates) -> list[Pi
     raise RefitError(f"Megatron parameter {name!r} has no Hugging Face counterpart in {arch.model_type}")
 
 
-def local_shape(pieces: list[Piece]) -> tuple[int, ...]:
-    """Smallest shape that holds every local box (vocabulary padding not included)."""
-    return tuple(max(p.local_box[d][1] for p in pieces) for d in range(len(pieces[0].local_box)))
-
-
 def owns(name: str, at: Coordinates, layout: Layout, arch: Arch) -> bool:
     """Whether this rank, of all that hold the same values, is the one that saves or sends them.
 

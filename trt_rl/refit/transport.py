@@ -26,7 +26,6 @@ class GlooLink:
 
     def __init__(self, host: str, port: int, member: int, members: int, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
-        self.member = member
         self._store = dist.PrefixStore("refit", dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False))
         self._group = dist.ProcessGroupGloo(self._store, member, members, timeout)
 

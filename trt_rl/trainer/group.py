@@ -75,17 +75,13 @@ class TrainerGroup:
         self.address = self._wait([self.actors[0].listen.remote()])[0]
         self._wait([actor.start.remote(*self.address) for actor in self.actors])
 
-    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies `[N, S]` under the current weights, FP32, zero outside the mask."""
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Log-probs `[N, S]` under the current weights, FP32, zero outside the mask."""
         return assemble(batch, self._all("logprobs", ray.put(batch)))
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One step's updates; metrics from the reporting rank."""
         return next(m for m in self._all("train", ray.put(batch)) if m)
-
-    def connect(self, host: str, port: int, engines: int) -> list[ray.ObjectRef]:
-        """Begin joining the refit group; the engines must join at the same time. Resolve with `precision_digest`."""
-        return self.begin("connect", host, port, engines)
 
     def begin(self, method: str, *args: Any) -> list[ray.ObjectRef]:
         """Start `method` on every rank without waiting."""
@@ -107,17 +103,17 @@ class TrainerGroup:
         return gather(refs, [f"trainer rank {i}" for i in range(len(refs))], self.recipe.run.wait_s)
 
 
-def assemble(batch: Batch, parts: list[list[tuple[list[int], torch.Tensor, torch.Tensor]]]) -> tuple[torch.Tensor, torch.Tensor]:
+def assemble(batch: Batch, parts: list[list[tuple[list[int], torch.Tensor]]]) -> torch.Tensor:
     """Put every rank's rows back into `[N, S]`.
 
     Raises:
         RefitError: a row is missing, which means that ranks disagree about the plan.
     """
-    logp, entropy = torch.zeros_like(batch.engine_logp_N_S), torch.zeros_like(batch.engine_logp_N_S)
+    whole = torch.zeros_like(batch.engine_logp_N_S)
     seen: set[int] = set()
-    for rows, rank_logp, rank_entropy in (piece for part in parts for piece in part):
-        logp[rows], entropy[rows] = rank_logp, rank_entropy
+    for rows, logp in (piece for part in parts for piece in part):
+        whole[rows] = logp
         seen.update(rows)
     if len(seen) != len(batch):
         raise RefitError(f"trainer ranks returned log-probs of {len(seen)} of {len(batch)} samples")
-    return logp, entropy
+    return whole

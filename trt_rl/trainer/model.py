@@ -54,6 +54,10 @@ def start_parallel_state(layout: Layout, seed: int) -> None:
 def transformer_config(arch: Arch, layout: Layout, precision: str, overrides: dict) -> TransformerConfig:
     """Megatron's configuration of `arch`; `overrides` are the recipe's `trainer.megatron` keys, checked beforehand."""
     on_gpu = torch.cuda.is_available()
+    if layout.cp > 1 and not on_gpu:
+        raise RecipeError(
+            f"trainer.parallel.cp = {layout.cp} needs CUDA: only Transformer Engine's attention can be cut along the sequence"
+        )
     dtype = DTYPES[precision]
     settings = dict(
         num_layers=arch.layers,

@@ -44,14 +44,14 @@ class MegatronRank:
         self.loss = partial(clipped_policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip)
         self.link: GlooLink | None = None
 
-    def logprobs(self, batch: Batch) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
-        """Row numbers, log-probs and entropies of this rank's rows; empty where another rank reports them."""
+    def logprobs(self, batch: Batch) -> list[tuple[list[int], torch.Tensor]]:
+        """Row numbers and log-probs of this rank's rows; empty where another rank reports them."""
         self.model.eval()
         size, results = len(batch) // self.recipe.trainer.mini_batches, []
         for i, part in enumerate(batch.minibatches(self.recipe.trainer.mini_batches)):
-            rows, logp, entropy = logprob_pass([self.model], part, self.settings)
+            rows, logp = logprob_pass([self.model], part, self.settings)
             if self._reports():
-                results.append(([i * size + row for row in rows], logp, entropy))
+                results.append(([i * size + row for row in rows], logp))
         return results
 
     def train(self, batch: Batch) -> dict[str, float]:

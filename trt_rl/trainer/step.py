@@ -56,30 +56,30 @@ def train_pass(models: list[torch.nn.Module], batch: Batch, settings: Pass, loss
 
 
 @torch.no_grad()
-def logprob_pass(models: list[torch.nn.Module], batch: Batch, settings: Pass) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of this data-parallel rank's rows, without gradients.
+def logprob_pass(models: list[torch.nn.Module], batch: Batch, settings: Pass) -> tuple[list[int], torch.Tensor]:
+    """Log-probs of this data-parallel rank's rows, without gradients.
 
-    Returns row numbers, log-probs `[rows, S]` and entropies `[rows, S]` (FP32, zero outside the mask); empty on
-    ranks that are not on the last pipeline stage. Collective.
+    Returns row numbers and log-probs `[rows, S]` (FP32, zero outside the mask); empty on ranks that are not on the
+    last pipeline stage. Collective.
     """
     plan = settings.microbatches(batch)
 
     def on_logits(logits: torch.Tensor, rows: Batch):
-        logp, entropy = _rows_logprobs(logits, rows, settings)
-        return logits.new_zeros(()), {"logp": logp * _local(rows.mask_N_S), "entropy": entropy * _local(rows.mask_N_S)}
+        logp, _ = _rows_logprobs(logits, rows, settings)
+        return logits.new_zeros(()), {"logp": logp * _local(rows.mask_N_S)}
 
     outputs = _run(models, batch, plan, settings, on_logits, forward_only=True)
     if not outputs:
-        return [], torch.empty(0), torch.empty(0)
+        return [], torch.empty(0)
     numbers = [row for micro in plan for row in micro.rows]
-    result = torch.zeros(2, len(numbers), batch.tokens_N_S.shape[1])
+    result = torch.zeros(len(numbers), batch.tokens_N_S.shape[1])
     start = 0
     for micro, output in zip(plan, outputs, strict=True):
-        both = _join_context(torch.stack([output["logp"], output["entropy"]]))
-        count, width = len(micro.rows), min(micro.width, result.shape[2])
-        result[:, start : start + count, :width] = both[:, :count, :width].float().cpu()
+        logp = _join_context(output["logp"])
+        count, width = len(micro.rows), min(micro.width, result.shape[1])
+        result[start : start + count, :width] = logp[:count, :width].float().cpu()
         start += count
-    return numbers, result[0], result[1]
+    return numbers, result
 
 
 def forward_logits(models: list[torch.nn.Module], batch: Batch, settings: Pass) -> list[torch.Tensor]:
