@@ -20,6 +20,7 @@ from trt_rl.errors import CheckpointError, DataError, ModelError, RecipeError
 from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line, read_jsonl, write_jsonl
 from trt_rl.observe.span import span
 from trt_rl.processes import gpus_per_actor
+from trt_rl.refit.hf_files import HFFolder
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.session import RefitSession
 from trt_rl.reward.pool import RewardPool, check_reward
@@ -116,6 +117,7 @@ class Run:
 
     def _prepare_data(self) -> None:
         model, data = self.recipe.model, self.recipe.data
+        HFFolder(model.path, self.arch)  # reads headers only: a damaged model is named before any process starts
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(model.tokenizer or model.path)
         except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ MOE = [
     Layout(ep=2, dp=2),
     Layout(tp=2, etp=2),
     Layout(pp=2),
+    Layout(tp=2, pp=2, etp=2),
     Layout(pp=2, ep=2, dp=2),
     Layout(tp=2, ep=2),
     Layout(tp=2, ep=2, dp=2),
@@ -76,6 +77,26 @@ def test_checkpoint_restores_weights_and_optimizer(ranks, models, tmp_path, kind
     results = ranks.run(2, "tests.support.jobs:checkpoint_steps", str(models(kind)), layout, str(tmp_path))
     straight, restored = next(r for r in results if r[0][0])
     assert restored == straight, "steps after a restore differ from steps without it"
+
+
+def test_stand_ins_refuse_a_machine_with_cuda(monkeypatch):
+    from trt_rl.trainer import cpu
+
+    monkeypatch.setattr(cpu, "_installed", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.Tensor.type
+    with pytest.raises(RuntimeError, match="must not be installed on a machine with CUDA"):
+        cpu.install()
+    assert torch.Tensor.type is before and not cpu._installed
+
+
+def test_stand_ins_refuse_to_come_after_megatron():
+    import subprocess
+    import sys
+
+    code = "import sys, types; sys.modules['megatron'] = types.ModuleType('megatron'); from trt_rl.trainer import cpu; cpu.install()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode and "before megatron (or modelopt) is imported" in done.stderr
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])

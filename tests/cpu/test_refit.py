@@ -24,7 +24,7 @@ from trt_rl.refit.precision import PrecisionTable, scale_name
 LAYOUTS = {
     "dense": [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2)],
     "tied": [Layout(tp=2), Layout(pp=2)],
-    "moe": [Layout(ep=2, dp=2), Layout(tp=2, etp=2), Layout(pp=2, ep=2, dp=2), Layout(tp=2, ep=2, dp=2)],
+    "moe": [Layout(ep=2, dp=2), Layout(tp=2, etp=2), Layout(tp=2, ep=2), Layout(pp=2, ep=2, dp=2), Layout(tp=2, ep=2, dp=2)],
 }
 CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
 

@@ -260,5 +260,12 @@ def test_a_reward_that_always_fails_ends_the_run(tmp_path):
 def test_folders_and_checkpoints_that_cannot_be_used(tmp_path):
     assert "cannot be written" in Cli(tmp_path / "proc", "run.folder=/proc/nowhere/run").finish(code=2)
     assert "holds no complete checkpoint" in Cli(tmp_path / "empty", "--resume").finish(code=2)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(ROOT / "examples/quickstart/model", damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors is truncated" in Cli(tmp_path / "cut", f"model.path={damaged}").finish(code=2)
+    weights.unlink()
+    assert "holds neither model.safetensors nor" in Cli(tmp_path / "gone", f"model.path={damaged}").finish(code=2)
     missing = Cli(tmp_path / "missing", "model.path=/nowhere")
     assert "config.json does not exist" in missing.finish(code=2)
