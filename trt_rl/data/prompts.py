@@ -47,6 +47,7 @@ def read_rows(source: Source, key: str) -> list[dict[str, Any]]:
         try:
             rows = list(function(**source.args))
         except Exception as error:
+            # User code: whatever it raises is about this source, and the cause stays attached.
             raise DataError(f"{key}.source: {source.source} raised {type(error).__name__}: {error}") from error
     if not rows:
         raise DataError(f"{key}.source: {source.source} has no rows")

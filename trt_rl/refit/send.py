@@ -113,6 +113,7 @@ def send(source: ShardSource, parameters: Iterable[tuple[str, torch.Tensor]], li
                 link.send(engine, version, bucket)
                 sent += bucket.payload.numel()
     except Exception as error:
+        # Of any kind: engines must not wait for what will not come. It is raised again below.
         for engine in engines:
             with contextlib.suppress(RuntimeError):  # the link itself may be what failed
                 link.abort(engine, version, f"trainer rank {source.rank}: {error}")
