@@ -55,6 +55,7 @@ def test_five_training_steps_do_not_depend_on_the_layout(ranks, models, single_r
     results = ranks.run(layout.world, "tests.support.jobs:train_steps", str(models(kind)), layout)
     found = next(history for history in results if history[0])
     assert len({step["loss"] for step in expected}) == 5, "a loss that does not change proves nothing"
+    assert all(step["grad_norm"] > 0.1 for step in expected), "nor does a gradient that is all clipped away"
     for one, other in zip(expected, found, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
         assert other["entropy"] == pytest.approx(one["entropy"], rel=1e-5)
