@@ -88,6 +88,17 @@ def test_dynamic_sampling_and_overlong_shaping():
     assert [overlong_penalty(n, 20, 10, 1.0) for n in (5, 10, 15, 20, 30)] == [0, 0, -0.5, -1.0, -1.0]
 
 
+def test_spans_inside_spans_are_not_counted_twice():
+    from trt_rl.observe.span import Spans
+
+    span = Spans()
+    with span("outer"), span("inner"):
+        pass
+    with span("inner"):
+        pass
+    assert list(span.take_step()) == ["outer", "inner"] and list(span.total) == ["outer", "inner"] and not span.step
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_microbatch_plans_cover_every_row_once_and_keep_replicas_in_step(replicas):
     generator = torch.Generator().manual_seed(0)

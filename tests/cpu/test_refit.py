@@ -162,7 +162,7 @@ def test_owned_pieces_tile_every_tensor_exactly_once(tp, pp, ep, style, config, 
         for name in parameter_names(arch, layout, at.pp, style):
             for piece in hf_pieces(name, arch, layout, at):
                 assert [b - a for a, b in piece.hf_box] == [b - a for a, b in piece.local_box]
-                if owns(name, at, layout, arch):
+                if owns(name, at, arch):
                     hits[piece.hf_name][tuple(slice(*b) for b in piece.hf_box)] += 1
     assert all((count == 1).all() for count in hits.values()), [n for n, c in hits.items() if not (c == 1).all()]
 

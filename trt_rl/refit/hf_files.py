@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from trt_rl.arch import Arch
 from trt_rl.errors import ModelError
-from trt_rl.refit.names import Box
+from trt_rl.refit.names import Box, slices
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -64,7 +64,7 @@ class HFFolder:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """`name[box]`, read without touching the rest of the tensor."""
         view = self._open(self._home[name]).get_slice(name)
-        return view[tuple(slice(start, stop) for start, stop in box)]
+        return view[slices(box)]
 
 
 def _check_length(path: Path) -> None:

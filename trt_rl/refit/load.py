@@ -6,7 +6,7 @@ import torch
 
 from trt_rl.errors import RefitError
 from trt_rl.refit.bucket import Bucket, as_bytes, digest
-from trt_rl.refit.names import Box
+from trt_rl.refit.names import Box, slices
 
 
 class Loader:
@@ -39,7 +39,7 @@ class Loader:
             if any(_overlap(entry.box, other) for other in seen):
                 raise RefitError(f"{entry.name}: slice {list(entry.box)} was sent twice")
             seen.append(entry.box)
-            live = target[tuple(slice(a, b) for a, b in entry.box)]
+            live = target[slices(entry.box)]
             live.copy_(values)
             if digest(as_bytes(live)) != entry.digest:
                 raise RefitError(f"{entry.name}{list(entry.box)}: the engine's tensor does not hold what was sent")

@@ -23,6 +23,11 @@ from trt_rl.layout import Coordinates, Layout
 Box = tuple[tuple[int, int], ...]  # (start, stop) in every dimension
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """`box` as an index: `tensor[slices(box)]`."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 @dataclass(frozen=True)
 class Piece:
     """`local[local_box]` of a Megatron parameter is `hf_name[hf_box]` of the checkpoint."""
@@ -67,7 +72,7 @@ def hf_pieces(name: str, arch: Arch, layout: Layout, at: Coordinates) -> list[Pi
     raise RefitError(f"Megatron parameter {name!r} has no Hugging Face counterpart in {arch.model_type}")
 
 
-def owns(name: str, at: Coordinates, layout: Layout, arch: Arch) -> bool:
+def owns(name: str, at: Coordinates, arch: Arch) -> bool:
     """Whether this rank, of all that hold the same values, is the one that saves or sends them.
 
     One rank owns every value: the first replica of a shard, and tensor-parallel rank 0 of what is not cut.

@@ -16,7 +16,7 @@ from trt_rl.arch import Arch
 from trt_rl.errors import RefitError
 from trt_rl.layout import Layout
 from trt_rl.refit.bucket import Bucket, BucketWriter
-from trt_rl.refit.names import Box, hf_pieces, owns
+from trt_rl.refit.names import Box, hf_pieces, owns, slices
 from trt_rl.refit.precision import BLOCK, PrecisionTable, scale_name
 from trt_rl.refit.quantize import block_maxima, exchange_maxima, owned_blocks, quantize_pieces
 from trt_rl.refit.transport import GlooLink
@@ -54,11 +54,11 @@ class ShardSource:
         """HF name, this rank's pieces of it (views), and whether it belongs to an expert."""
         at = self.layout.at(self.rank)
         for name, parameter in parameters:
-            if not owns(name, at, self.layout, self.arch):
+            if not owns(name, at, self.arch):
                 continue
             by_tensor: dict[str, Pieces] = {}
             for piece in hf_pieces(name, self.arch, self.layout, at):
-                view = parameter[tuple(slice(*b) for b in piece.local_box)]
+                view = parameter[slices(piece.local_box)]
                 by_tensor.setdefault(piece.hf_name, []).append((piece.hf_box, view))
             for hf_name, pieces in by_tensor.items():
                 yield hf_name, pieces, ".experts." in name
@@ -83,12 +83,12 @@ class ShardSource:
             return [(name, box, values.to(torch.bfloat16)) for box, values in pieces]
         amax = block_maxima(self.table.shapes[name], pieces) if amax is None else amax
         quantized, scales = quantize_pieces(name, pieces, amax)
-        slices = []
+        sent = []
         for (box, _), values in zip(pieces, quantized, strict=True):
-            slices.append((name, box, values))
+            sent.append((name, box, values))
             if blocks := owned_blocks(box):
-                slices.append((scale_name(name), tuple(blocks), scales[tuple(slice(*b) for b in blocks)]))
-        return slices
+                sent.append((scale_name(name), tuple(blocks), scales[slices(blocks)]))
+        return sent
 
     def _cut_group(self, shape, pieces, expert: bool) -> dist.ProcessGroup | None:
         """The ranks that share blocks of this tensor, if the even cut runs through blocks; the same answer on all."""

@@ -11,11 +11,7 @@ from trt_rl.arch import Arch
 from trt_rl.errors import RefitError
 from trt_rl.layout import Layout
 from trt_rl.refit.hf_files import HFFolder
-from trt_rl.refit.names import Box, hf_pieces, owns
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
+from trt_rl.refit.names import Box, hf_pieces, owns, slices
 
 
 @torch.no_grad()
@@ -37,7 +33,7 @@ def gather_hf(model: torch.nn.Module, arch: Arch, layout: Layout) -> Iterator[tu
     at = layout.at(dist.get_rank())
     mine: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        if owns(name, at, layout, arch):
+        if owns(name, at, arch):
             for piece in hf_pieces(name, arch, layout, at):
                 part = parameter[slices(piece.local_box)].detach().cpu().contiguous()
                 mine.setdefault(piece.hf_name, []).append((piece.hf_box, part))
