@@ -18,7 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trt_rl.errors import RecipeError
-from trt_rl.layout import Layout
+from trt_rl.layout import EngineLayout, Layout
+from trt_rl.refit.precision import PrecisionPolicy
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -89,10 +90,18 @@ class SamplingSettings(Section):
     max_tokens: Positive = 1024
 
 
+class EngineParallel(Section):
+    tp: Positive = 1
+    """Ranks of one replica."""
+    ep: Positive = 1
+    """Ways in which experts are divided among those ranks; each expert is cut tp/ep ways."""
+
+
 class RolloutSettings(Section):
     engine: Literal["hf"] = "hf"
     """The only key that changes to switch engines; each has a dict of its own options below."""
     replicas: Positive = 1
+    parallel: EngineParallel = EngineParallel()
     prompts_per_step: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 8
     """Samples per prompt."""
@@ -103,6 +112,9 @@ class RolloutSettings(Section):
     """Stop tokens besides the tokenizer's end-of-sequence token."""
     hf: dict[str, Any] = {}
     """Options of `trt_rl.rollout.hf.HFEngine`, e.g. max_batch."""
+
+    def layout(self) -> EngineLayout:
+        return EngineLayout(self.parallel.tp, self.parallel.ep, self.replicas)
 
 
 class DynamicSampling(Section):
@@ -180,12 +192,28 @@ class TrainerSettings(Section):
 
 
 class RefitSettings(Section):
-    format: Literal["bf16", "fp8_block"] = "fp8_block"
+    format: Literal["bf16", "fp8_block", "fp8_per_tensor"] = "fp8_block"
     """Linear weights of the engine; embeddings, norms, router and lm_head stay BF16."""
     exclude: list[str] = []
-    """Patterns of Hugging Face tensor names that stay BF16, e.g. `model.layers.0.*`."""
+    """ModelOpt wildcard patterns over Hugging Face modules or tensors that stay BF16, e.g. `model.layers.0.*`."""
+    bf16_first_layers: Count = 0
+    bf16_last_layers: Count = 0
+    bf16_attention: bool = False
+    transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
+    """`auto`: nccl where trainer and engines have GPUs, gloo where they have none. `ipc` is for engines that share GPUs
+    with the trainer on one node."""
+    verify: Literal["full", "sample", "off"] = "full"
+    """Compare the engine's live tensors with what was sent: all, all of the first refit and a rotating sixteenth
+    after, or none."""
+    delta: bool = False
+    """Send only what changed since the refit before, by digest. Exact."""
+    calibration_prompts: Positive = 64
+    """Prompts of the training data on which fp8_per_tensor calibrates activations before the first refit."""
     bucket_mib: Positive = 256
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
+
+    def policy(self) -> PrecisionPolicy:
+        return PrecisionPolicy(self.format, tuple(self.exclude), self.bf16_first_layers, self.bf16_last_layers, self.bf16_attention)
 
 
 class Recipe(Section):

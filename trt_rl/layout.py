@@ -84,6 +84,55 @@ class Layout:
         return "x".join(parts) or "single rank"
 
 
+@dataclass(frozen=True)
+class EngineShard:
+    """Where one engine rank stands: its replica, and its parts of attention and dense layers (`tp`) and of experts."""
+
+    rank: int
+    replica: int
+    tp: int
+    ep: int
+    moe_tp: int
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Parallel sizes of rollout engines. A replica has `tp` ranks; within them experts are split `ep` ways, and each
+    expert `tp // ep` ways (vLLM's `enable_expert_parallel` is `ep == tp`; TensorRT-LLM's `moe_expert_parallel_size`)."""
+
+    tp: int = 1
+    ep: int = 1
+    replicas: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.replicas
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+    def violations(self) -> list[str]:
+        if self.tp % self.ep:
+            works = ", ".join(map(str, divisors(self.tp)))
+            return [f"rollout.parallel.ep = {self.ep} does not divide rollout.parallel.tp = {self.tp}; works: {works}"]
+        return []
+
+    def at(self, rank: int) -> EngineShard:
+        """Raises:
+        IndexError: `rank` is not in `range(world)`.
+        """
+        if not 0 <= rank < self.world:
+            raise IndexError(f"engine rank {rank} is outside a world of {self.world}")
+        replica, tp = divmod(rank, self.tp)
+        # The order of TensorRT-LLM's Mapping: neighbours hold different experts (tensorrt_llm/mapping.py).
+        return EngineShard(rank=rank, replica=replica, tp=tp, ep=tp % self.ep, moe_tp=tp // self.ep)
+
+    def __str__(self) -> str:
+        parts = [f"{name.upper()}{size}" for name, size in (("tp", self.tp), ("ep", self.ep)) if size > 1]
+        return ("x".join(parts) or "one rank") + (f", {self.replicas} replicas" if self.replicas > 1 else "")
+
+
 def smallest_multiple(step: int, target: int) -> int:
     """The smallest n >= 1 for which `n * step` is a multiple of `target`."""
     n = 1

@@ -6,7 +6,9 @@ from trt_rl.arch import Arch
 from trt_rl.config import OWNED_ENGINE, OWNED_MEGATRON, Recipe
 from trt_rl.errors import ModelError, RecipeError, RefitError
 from trt_rl.layout import divisors
-from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.engine_shards import violations as engine_violations
+from trt_rl.refit.precision import BLOCK, PrecisionTable
+from trt_rl.rollout.capabilities import CAPABILITIES
 
 
 def check(recipe: Recipe) -> Arch:
@@ -69,7 +71,11 @@ def _model_violations(recipe: Recipe, arch: Arch):
             f"data.max_prompt_tokens + rollout max_tokens = {longest} exceeds the model's "
             f"max_position_embeddings = {arch.max_positions}; lower one of them"
         )
+    engine, able = recipe.rollout.layout(), CAPABILITIES[recipe.rollout.engine]
+    if engine.tp > 1 and not able.parallel:
+        yield f"rollout.parallel.tp = {engine.tp}: engine {recipe.rollout.engine!r} is one process; set it to 1 and use rollout.replicas"
     try:
-        PrecisionTable.build(arch, recipe.refit.format, tuple(recipe.refit.exclude))
+        table = PrecisionTable.build(arch, recipe.refit.policy())
+        yield from engine_violations(arch, engine, table.formats, BLOCK, able.fused)
     except RefitError as error:
         yield str(error)

@@ -39,6 +39,19 @@ def gather(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
     return [ray.get(ref) for ref in refs]
 
 
+def settle(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float) -> list[Any]:
+    """Results of `refs` in order, with the error in place of a result where a part failed. Waits for every part."""
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+    finished, results = set(done), []
+    for ref, name in zip(refs, names, strict=True):
+        if ref not in finished:
+            results.append(WorkerDied(f"no answer within {timeout_s:.0f} s from: {name}"))
+        else:
+            failure = _failure(ref, name)
+            results.append(ray.get(ref) if failure is None else failure)
+    return results
+
+
 def _failure(ref: ray.ObjectRef, name: str) -> TrtRlError | None:
     """What a finished call failed with, in the user's terms; None if it did not."""
     try:

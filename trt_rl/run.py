@@ -21,8 +21,10 @@ from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line,
 from trt_rl.observe.span import span
 from trt_rl.processes import gpus_per_actor
 from trt_rl.refit.hf_files import HFFolder
+from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.session import RefitSession
+from trt_rl.refit.transports.link import Meeting
 from trt_rl.reward.pool import RewardPool, check_reward
 from trt_rl.rollout.pool import RolloutPool
 from trt_rl.samples import Group, Sampler, rollout_rows
@@ -34,6 +36,8 @@ _OURS = (
     "metrics.jsonl",
     "summary.json",
     "progress.png",
+    "refit",
+    "hf_quant_config.json",
     "rollouts",
     "checkpoints",
     "tensorboard",
@@ -139,8 +143,9 @@ class Run:
         console.print(
             f"model: {self.arch.model_type}, {self.arch.parameters():,} parameters; trainer: {layout}, {recipe.trainer.precision}"
         )
-        table = PrecisionTable.build(self.arch, recipe.refit.format, tuple(recipe.refit.exclude))
+        table = PrecisionTable.build(self.arch, recipe.refit.policy())
         (self.folder / "precision.json").write_text(json.dumps({"digest": table.digest, "formats": table.formats}, indent=1))
+        (self.folder / "hf_quant_config.json").write_text(json.dumps(table.hf_quant_config(), indent=1))
         console.print(f"engine: {recipe.rollout.engine} x {recipe.rollout.replicas}; {table.summary()}")
         if not ray.is_initialized():
             # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks.
@@ -159,8 +164,17 @@ class Run:
         building = self.pool.begin_build()
         self.trainer.build()
         digests = self.pool.wait(building)
-        self.session = RefitSession(self.trainer, self.pool, digests, self.trainer.address, recipe.refit.timeout_s)
+        tables = {"driver": table.digest} | {f"engine {i}": digest for i, digest in enumerate(digests)}
+        self.session = RefitSession(self._agreement(), self.trainer, self.pool, tables, recipe.refit.verify)
         self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
+
+    def _agreement(self) -> Agreement:
+        refit, layout, engine = self.recipe.refit, self.recipe.trainer.parallel.layout(), self.recipe.rollout.layout()
+        transport = refit.transport if refit.transport != "auto" else "nccl" if gpus_per_actor() else "gloo"
+        host, port = self.trainer.address
+        folder = str((self.folder / "refit").resolve()) if transport == "disk" else ""
+        meeting = Meeting(host, port, layout.world + engine.world, layout.world, refit.timeout_s, folder=folder)
+        return Agreement(layout, engine, refit.bucket_mib * 2**20, transport, meeting, delta=refit.delta)
 
     def _check_resources(self, actors: int) -> None:
         have = ray.cluster_resources()
@@ -192,9 +206,21 @@ class Run:
         with span("refit"):
             self.pool.pause("drain")
             self.version += 1
-            report = self.session.run(self.version)
+            outcome = self.session.run(self.version)
+            self.pool.serving = outcome.serving
             self.pool.resume()
-        self.summary["refit_bytes"] = int(report["bytes"])
+        for engine, reason in outcome.failed.items():
+            console.print(f"engine {engine} did not take version {self.version} and serves nothing: {reason}")
+        self.summary["refit_bytes"] = outcome.bytes
+        if self.recipe.refit.delta:
+            self.summary["refit_saved_bytes"] = self.summary.get("refit_saved_bytes", 0) + outcome.saved_bytes
+        self.refit_metrics = {
+            "refit/bytes": outcome.bytes,
+            "refit/saved_bytes": outcome.saved_bytes,
+            "refit/verified_slices": outcome.verified,
+            "refit/engines": len(outcome.serving),
+            **{f"refit/{phase}_s": seconds for phase, seconds in outcome.seconds.items()},
+        }
 
     def validate(self) -> dict[str, float]:
         """Accuracy (score at least 1) and mean score on the held-out prompts, one sample each."""
@@ -227,7 +253,9 @@ class Run:
         if recipe.run.save_every and self.step % recipe.run.save_every == 0:
             self.save()
         spans = span.take_step()
-        self.log.add(self.step, {**metrics, "weight_version": self.version, **{f"seconds/{k}": v for k, v in spans.items()}})
+        self.log.add(
+            self.step, {**metrics, **self.refit_metrics, "weight_version": self.version, **{f"seconds/{k}": v for k, v in spans.items()}}
+        )
         line = progress_line(self.step, recipe.run.steps, metrics, spans)
         if "validation_accuracy" in metrics:
             line += f" | held-out {metrics['validation_accuracy']:.3f}"

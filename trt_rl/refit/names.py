@@ -72,6 +72,39 @@ def hf_pieces(name: str, arch: Arch, layout: Layout, at: Coordinates) -> list[Pi
     raise RefitError(f"Megatron parameter {name!r} has no Hugging Face counterpart in {arch.model_type}")
 
 
+def parameters(arch: Arch, layout: Layout, at: Coordinates) -> dict[str, tuple[int, ...]]:
+    """Names and local shapes of the Megatron parameters on the rank at `at`, as Transformer Engine's layers name them.
+
+    A model with local layers has the same values under other names; `hf_pieces` takes either.
+    """
+    h, tp = arch.hidden, layout.tp
+    vocab = (arch.padded_vocab(tp) // tp, h)
+    found = {"embedding.word_embeddings.weight": vocab} if at.pp == 0 else {}
+    for i, layer in enumerate(layout.layers(at.pp, arch.layers)):
+        p = f"decoder.layers.{i}."
+        width = arch.heads // tp * arch.head_dim
+        found[p + "self_attention.linear_proj.weight"] = (h, width)
+        found[p + "self_attention.linear_qkv.layer_norm_weight"] = (h,)
+        found[p + "self_attention.linear_qkv.weight"] = (width + 2 * (arch.kv_heads // tp) * arch.head_dim, h)
+        found[p + "self_attention.q_layernorm.weight"] = (arch.head_dim,)
+        found[p + "self_attention.k_layernorm.weight"] = (arch.head_dim,)
+        if layer in arch.moe_layers:
+            found[p + "pre_mlp_layernorm.weight"] = (h,)
+            found[p + "mlp.router.weight"] = (arch.experts, h)
+            ffn, count = arch.moe_ffn // layout.etp, arch.experts // layout.ep
+            found |= {f"{p}mlp.experts.linear_fc1.weight{e}": (2 * ffn, h) for e in range(count)}
+            found |= {f"{p}mlp.experts.linear_fc2.weight{e}": (h, ffn) for e in range(count)}
+        else:
+            found[p + "mlp.linear_fc1.layer_norm_weight"] = (h,)
+            found[p + "mlp.linear_fc1.weight"] = (2 * arch.ffn // tp, h)
+            found[p + "mlp.linear_fc2.weight"] = (h, arch.ffn // tp)
+    if at.pp == layout.pp - 1:
+        found["decoder.final_layernorm.weight"] = (h,)
+        if not arch.tied:
+            found["output_layer.weight"] = vocab
+    return found
+
+
 def owns(name: str, at: Coordinates, arch: Arch) -> bool:
     """Whether this rank, of all that hold the same values, is the one that saves or sends them.
 

@@ -1,93 +1,89 @@
-"""FP8 quantization of a rank's pieces of a tensor, on the block grid of the whole Hugging Face tensor.
+"""FP8 quantization of slices of a tensor, on the block grid of the whole Hugging Face tensor: ModelOpt's arithmetic.
 
 A tensor-parallel cut may run through a block. The block's maximum is then exchanged between the ranks that
 share it, so the scale, and with it every bit of the result, is the one that quantizing the whole tensor gives.
+This is the reference and the CPU's path; `kernels` does the same in one pass on a GPU, bit for bit.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from trt_rl.errors import RefitError
 from trt_rl.refit.names import Box
 from trt_rl.refit.precision import BLOCK, grid
 
 E4M3_MAX = 448.0
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _BLOCKS = {-1: BLOCK, -2: BLOCK}
 
 
-def block_maxima(shape: tuple[int, ...], pieces: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
-    """Largest magnitude in every block of a tensor of `shape`, as far as `pieces` reach; 0 elsewhere. FP32.
+def touched(box: Box) -> tuple[slice, ...]:
+    """The blocks that `box` reaches, as an index into the tensor's block grid."""
+    return tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
 
-    Args:
-        pieces: (box in the whole tensor, values of any float dtype).
-    """
+
+def on_grid(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether `box` consists of whole blocks of a tensor of `shape`."""
+    return all(start % BLOCK == 0 and (stop % BLOCK == 0 or stop == n) for (start, stop), n in zip(box, shape, strict=True))
+
+
+def block_maxima(box: Box, values: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of `values` in every block that `box` touches, FP32; NaN and Inf show through."""
     from modelopt.torch.quantization.utils import reduce_block_amax
 
+    return reduce_block_amax(_window(box, values), _BLOCKS)
+
+
+def grid_maxima(shape: tuple[int, ...], pieces: list[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    """Largest magnitude in every block of a tensor of `shape`, as far as `pieces` reach; 0 elsewhere. FP32."""
     amax = torch.zeros(grid(shape), dtype=torch.float32, device=pieces[0][1].device)
     for box, values in pieces:
-        origin, window = _window(box, values)
-        at = _grid_slices(origin, window)
-        amax[at] = torch.maximum(amax[at], reduce_block_amax(window, _BLOCKS))
+        at = touched(box)
+        amax[at] = torch.maximum(amax[at], block_maxima(box, values))
     return amax
 
 
-def exchange_maxima(amax: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Maximum over the ranks of `group`, in place. NaN becomes Inf, so that every rank hears of it. Collective."""
-    amax.copy_(torch.where(torch.isnan(amax), torch.inf, amax))
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+def scales_of(amax: torch.Tensor) -> torch.Tensor:
+    """The scale that multiplies stored FP8 values, FP32.
+
+    Divided by a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal, which
+    differs in the last bit from what a CPU gives for the same block. ModelOpt divides by the scale unguarded: an
+    all-zero block would give 0/0, a denormal scale overflows e4m3; both get the scale 1.
+    """
+    scales = amax / torch.tensor(E4M3_MAX, device=amax.device)
+    return torch.where(scales < SMALLEST_SCALE, 1.0, scales)
 
 
-def quantize_pieces(name: str, pieces: list[tuple[Box, torch.Tensor]], amax: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Quantize this rank's `pieces` of HF tensor `name` to e4m3 with one FP32 scale per 128x128 block.
+def quantize_blocks(box: Box, values: torch.Tensor, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize `values`, which are `tensor[box]`, to e4m3 with one FP32 scale per 128x128 block.
 
     Args:
-        amax: of every block that the pieces touch, over the whole block; see `block_maxima`, `exchange_maxima`.
+        amax: of every block that the box touches, over the whole block, when the box cuts blocks.
 
     Returns:
-        e4m3 values of each piece, and the scales `[ceil(rows/128), ceil(columns/128)]`, meaningful for the
-        blocks that the pieces touch.
-
-    Raises:
-        RefitError: a value is NaN or infinite.
+        e4m3 values of the box, and the scales of the blocks that it touches.
     """
     from modelopt.torch.quantization.qtensor import FP8QTensor
 
-    if not torch.isfinite(amax).all():
-        raise RefitError(f"{name}: the trainer's weight holds NaN or Inf; the refit is refused")
-    # Divided by a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal, which
-    # differs in the last bit from what a CPU gives for the same block.
-    scales = amax / torch.tensor(E4M3_MAX, device=amax.device)
-    # ModelOpt divides by the scale unguarded: an all-zero block would give 0/0, a denormal scale overflows e4m3.
-    scales[scales < _SMALLEST_SCALE] = 1.0
-    quantized = []
-    for box, values in pieces:
-        origin, window = _window(box, values)
-        result, _ = FP8QTensor.quantize(window, scales=scales[_grid_slices(origin, window)], block_sizes=_BLOCKS)
-        inner = tuple(slice(start - o, start - o + n) for (start, _), o, n in zip(box, origin, values.shape, strict=True))
-        quantized.append(result._quantized_data[inner].contiguous())
-    return quantized, scales
+    window = _window(box, values)
+    scales = scales_of(block_maxima(box, values) if amax is None else amax)
+    result, _ = FP8QTensor.quantize(window, scales=scales, block_sizes=_BLOCKS)
+    inner = tuple(slice(start % BLOCK, start % BLOCK + n) for (start, _), n in zip(box, values.shape, strict=True))
+    return result._quantized_data[inner], scales
 
 
-def owned_blocks(box: Box) -> list[tuple[int, int]] | None:
-    """Range of blocks, per dimension, whose first element lies in `box`; None if there is none.
+def quantize_per_tensor(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantize `values` to e4m3 with one FP32 scale `[1]`, ModelOpt's per-tensor form."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor
 
-    Over disjoint boxes that cover a tensor, every block has exactly one owner, which sends its scale.
-    """
-    ranges = [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in box]
-    return ranges if all(a < b for a, b in ranges) else None
+    return FP8QTensor.quantize(values.float(), scales=scale)[0]._quantized_data
 
 
-def _window(box: Box, values: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    """`values` in FP32 inside a zero frame that starts and ends on the block grid, and the frame's origin."""
-    origin = tuple(start // BLOCK * BLOCK for start, _ in box)
-    size = [-(-(stop - o) // BLOCK) * BLOCK for (_, stop), o in zip(box, origin, strict=True)]
+def _window(box: Box, values: torch.Tensor) -> torch.Tensor:
+    """`values` in FP32, inside a zero frame that starts and ends on the block grid."""
+    size = [-(-stop // BLOCK) * BLOCK - start // BLOCK * BLOCK for start, stop in box]
+    if size == list(values.shape):
+        return values.float()
     frame = torch.zeros(size, dtype=torch.float32, device=values.device)
-    frame[tuple(slice(s - o, e - o) for (s, e), o in zip(box, origin, strict=True))] = values.float()
-    return origin, frame
-
-
-def _grid_slices(origin: tuple[int, ...], window: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(o // BLOCK, (o + n) // BLOCK) for o, n in zip(origin, window.shape, strict=True))
+    frame[tuple(slice(start % BLOCK, start % BLOCK + n) for (start, _), n in zip(box, values.shape, strict=True))] = values.float()
+    return frame

@@ -1,44 +1,166 @@
-"""A refit as the driver sees it: trainer ranks send, engines receive, one version, all or an error."""
+"""A refit as the driver sees it: one version moves from all trainer ranks into every engine that can take it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from trt_rl.errors import RefitError
-from trt_rl.processes import gather
+from trt_rl.errors import RefitError, TrtRlError
+from trt_rl.processes import settle
+from trt_rl.refit.member import Agreement
+from trt_rl.refit.stream import Refit, Verify
+
+_GRACE_S = 15.0  # a member's own timeout speaks first: it knows whom it waited for
 
 
 class Party(Protocol):
-    """What this module needs of the trainer group and of the rollout pool."""
+    """What this module needs of the trainer group and of the rollout pool: start a step on some members, do not wait."""
 
-    actors: list[Any]
+    def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[Any]: ...
 
-    def begin(self, method: str, *args: Any) -> list[Any]: ...
+
+@dataclass
+class Outcome:
+    """One refit."""
+
+    version: int
+    serving: list[int]
+    """Engines that committed."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Engines that did not, and why. They serve nothing until a later refit commits there."""
+    bytes: int = 0
+    """Payload sent by all trainer ranks."""
+    saved_bytes: int = 0
+    verified: int = 0
+    """Slices compared bit for bit, over all engines."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase, of the slowest member in each."""
 
 
 class RefitSession:
-    """Links the ranks of `trainer` with the engines of `pool`, once; then `run` moves versions."""
+    """Links trainer ranks with engines and moves versions between them.
 
-    def __init__(self, trainer: Party, pool: Party, engine_digests: list[str], address: tuple[str, int], timeout_s: float) -> None:
-        self.trainer, self.pool, self.timeout_s = trainer, pool, timeout_s
-        ranks, engines = len(trainer.actors), len(pool.actors)
-        self.names = [f"trainer rank {i}" for i in range(ranks)] + [f"engine {i}" for i in range(engines)]
-        joined = trainer.begin("connect", *address, engines) + pool.begin("connect", *address, ranks, ranks + engines)
-        digests = gather(joined, self.names, timeout_s)[:ranks] + engine_digests
-        if len(set(digests)) > 1:
-            table = ", ".join(f"{name} {digest}" for name, digest in zip(self.names, digests, strict=True))
-            raise RefitError(f"trainer and engine disagree about which tensors are FP8; table digests: {table}")
+    A version goes in three steps, and each ends before the next begins: *prepare* (weights checked, buffers reserved;
+    a refusal leaves all engines as they were), *move* (buckets, verified where they land), *commit*. An engine that
+    fails is left behind, poisoned; the others commit. It is invited again to the next refit, which is then a full one.
+    """
 
-    def run(self, version: int) -> dict[str, float]:
-        """Move the trainer's weights into every engine as `version`.
-
-        Returns:
-            `bytes` received by one engine, and `tensors` it holds.
+    def __init__(self, agreement: Agreement, trainer: Party, pool: Party, table_digests: dict[str, str], verify: Verify) -> None:
+        """
+        Args:
+            agreement: its `engine.replicas` counts all engines.
+            table_digests: of every party's own precision table, by the party's name.
 
         Raises:
-            RefitError: refused or failed; engines that did not commit serve nothing until a refit does.
+            RefitError: the parties disagree about which tensors are FP8.
         """
-        refs = self.pool.begin("receive_weights", version) + self.trainer.begin("send_weights", version)
-        engines = len(self.pool.actors)
-        names = self.names[-engines:] + self.names[:-engines]
-        return gather(refs, names, self.timeout_s)[0]
+        if len(set(table_digests.values())) > 1:
+            told = ", ".join(f"{name} {digest}" for name, digest in table_digests.items())
+            raise RefitError(f"trainer and engine disagree about which tensors are FP8; table digests: {told}")
+        self.agreement, self.trainer, self.pool, self.verify = agreement, trainer, pool, verify
+        self.trainers = [f"trainer rank {i}" for i in range(agreement.trainer.world)]
+        self.engines = list(range(agreement.engine.replicas))
+        self.connected: list[int] | None = None
+        self.generation = 0
+        self.whole = True  # the next refit sends everything
+
+    def run(self, version: int) -> Outcome:
+        """Move the trainer's weights into every engine as `version`.
+
+        Raises:
+            RefitError: the trainer's weights were refused, or no engine took them.
+            WorkerDied: a trainer rank ended.
+        """
+        failed: dict[int, str] = {}
+        while True:
+            invited = [i for i in self.engines if i not in failed]
+            if not invited:
+                raise RefitError(f"no engine could take version {version}: " + "; ".join(failed.values()))
+            found = {} if invited == self.connected else self._connect(invited)
+            if not found:
+                self._raise_first(self._settle(self.trainer.begin_refit("check"), self.trainers))
+                found = self._step("prepare", [], [version], invited)[1]
+            if not found:
+                break
+            failed |= found
+            self._disconnect(invited)
+        refit = Refit(version, self.verify, full=self.whole)
+        sent, broken, received = self._step("send", [refit], [refit], invited, engine_step="receive")
+        outcome = self._outcome(version, sent, received)
+        failed |= broken
+        if lost := [r for r in sent if isinstance(r, TrtRlError)]:
+            self._disconnect(invited)
+            raise lost[0]
+        took = [i for i in invited if i not in broken]
+        commits = self._settle(self.pool.begin_refit("commit", version, only=took), [f"engine {i}" for i in took])
+        failed |= {i: str(r) for i, r in zip(took, commits, strict=True) if isinstance(r, TrtRlError)}
+        outcome.failed, outcome.serving = failed, [i for i in took if i not in failed]
+        self.whole = bool(failed)
+        if failed:
+            self._disconnect(invited)
+        if not outcome.serving:
+            raise RefitError(f"no engine could take version {version}: " + "; ".join(failed.values()))
+        return outcome
+
+    def _connect(self, invited: list[int]) -> dict[int, str]:
+        """Join trainer ranks and `invited` engines in a group of their own; returns the engines that could not."""
+        self.generation, self.whole = self.generation + 1, True
+        base, tp = self.agreement, self.agreement.engine.tp
+        ranks = [(i, r) for i in invited for r in range(tp)]
+        labels = tuple(self.trainers) + tuple(f"engine {i}" + (f" rank {r}" if tp > 1 else "") for i, r in ranks)
+        meeting = replace(base.meeting, members=len(labels), generation=self.generation, labels=labels)
+        placement = base.placement and replace(base.placement, engine=tuple(base.placement.engine[i * tp + r] for i, r in ranks))
+        agreed = replace(base, engine=replace(base.engine, replicas=len(invited)), meeting=meeting, placement=placement)
+        refs = [self.pool.begin_refit("agree", agreed, at, only=[i])[0] for at, i in enumerate(invited)]
+        names = [f"engine {i}" for i in invited]
+        answers = self._settle(refs + self.trainer.begin_refit("agree", agreed), names + self.trainers)
+        self._raise_first(answers[len(invited) :])
+        failed = {i: str(r) for i, r in zip(invited, answers, strict=False) if isinstance(r, TrtRlError)}
+        if not failed:
+            digests = {name: d for name, ds in zip(names + self.trainers, answers, strict=True) for d in ds}
+            if len(set(digests.values())) > 1:
+                raise RefitError("the parties computed different routes: " + ", ".join(f"{n} {d}" for n, d in digests.items()))
+            failed = self._step("join", [], [], invited)[1]
+        if not failed:
+            self.connected = invited
+        return failed
+
+    def _disconnect(self, invited: list[int]) -> None:
+        names = self.trainers + [f"engine {i}" for i in invited]
+        self._settle(self.trainer.begin_refit("disconnect") + self.pool.begin_refit("disconnect", only=invited), names)
+        self.connected = None
+
+    def _step(self, step: str, trainer_args: list, engine_args: list, invited: list[int], engine_step: str = "") -> tuple:
+        """Run one step on all; returns trainer results, engines that failed with reasons, results of those that did not."""
+        engines = self.pool.begin_refit(engine_step or step, *engine_args, only=invited)
+        mine = self.trainer.begin_refit(step, *trainer_args)
+        names = [f"engine {i}" for i in invited] + self.trainers
+        results = self._settle(engines + mine, names)
+        theirs, mine = results[: len(invited)], results[len(invited) :]
+        failed = {i: str(r) for i, r in zip(invited, theirs, strict=True) if isinstance(r, TrtRlError)}
+        if step != "send":
+            self._raise_first(mine)
+        return mine, failed, [r for r in theirs if not isinstance(r, TrtRlError)]
+
+    def _settle(self, refs: list[Any], names: list[str]) -> list[Any]:
+        return settle(refs, names, self.agreement.meeting.timeout_s + _GRACE_S)
+
+    @staticmethod
+    def _raise_first(results: list[Any]) -> None:
+        for result in results:
+            if isinstance(result, TrtRlError):
+                raise result
+
+    @staticmethod
+    def _outcome(version: int, sent: list[Any], received: list[list[dict]]) -> Outcome:
+        outcome = Outcome(version, [])
+        own = [r for r in sent if isinstance(r, dict)]
+        workers = [r for reports in received for r in reports]
+        outcome.bytes, outcome.saved_bytes = (sum(r[key] for r in own) for key in ("bytes", "saved_bytes"))
+        outcome.verified = sum(r["verified"] for r in workers)
+        for side, reports in (("trainer", own), ("engine", workers)):
+            for report in reports:
+                for phase, seconds in report["seconds"].items():
+                    key = f"{side}/{phase}"
+                    outcome.seconds[key] = max(seconds, outcome.seconds.get(key, 0.0))
+        return outcome

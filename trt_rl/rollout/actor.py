@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
-from trt_rl.errors import RefitError
 from trt_rl.refit.precision import PrecisionTable
-from trt_rl.refit.transport import GlooLink
 from trt_rl.rollout.engine import Completion, PauseMode, Request, make_engine
 
 
@@ -22,7 +21,7 @@ class EngineActor:
         """Bring the engine up without weights; returns the digest of its precision table."""
         recipe = self.recipe
         arch = Arch.load(recipe.model.path)
-        table = PrecisionTable.build(arch, recipe.refit.format, tuple(recipe.refit.exclude))
+        table = PrecisionTable.build(arch, recipe.refit.policy())
         options = getattr(recipe.rollout, recipe.rollout.engine)
         self.engine = make_engine(recipe.rollout.engine, recipe.model.path, arch, table, options)
         await asyncio.to_thread(self.engine.start)
@@ -37,39 +36,12 @@ class EngineActor:
     async def resume(self) -> None:
         self.engine.resume()
 
-    async def connect(self, host: str, port: int, senders: int, members: int) -> None:
-        """Join the refit group behind the `senders` trainer ranks. Collective."""
-        self.senders = senders
-        timeout = self.recipe.refit.timeout_s
-        self.link = await asyncio.to_thread(GlooLink, host, port, senders + self.index, members, timeout)
+    async def refit(self, step: str, *args: Any) -> Any:
+        """One step of a refit: connect, prepare, receive, commit or disconnect; see `RolloutEngine`."""
+        return await asyncio.to_thread(getattr(self.engine, f"{step}_refit"), *args)
 
-    async def receive_weights(self, version: int) -> dict[str, float]:
-        """Take one version from the trainer and commit it. On any failure the engine is left poisoned."""
-        return await asyncio.to_thread(self._receive_weights, version)
-
-    def _receive_weights(self, version: int) -> dict[str, float]:
-        # Whatever fails here, the senders are heard to their end, or they would wait for this engine.
-        failure: RefitError | None = None
-        begun = False
-        try:
-            self.engine.begin_refit(version)
-            begun = True
-        except RefitError as error:
-            failure = error
-        try:
-            for bucket in self.link.receive(self.senders, version):
-                if failure is None:
-                    try:
-                        self.engine.load_bucket(bucket)
-                    except RefitError as error:
-                        failure = error
-            if failure is None:
-                return self.engine.commit_refit(version)
-        except RefitError as error:
-            failure = error
-        if begun:  # an engine that refused to begin still holds its old weights, whole
-            self.engine.abort_refit(str(failure))
-        raise failure
+    async def health(self) -> dict[str, Any]:
+        return self.engine.health()
 
     async def stats(self) -> dict[str, float]:
         return self.engine.stats()

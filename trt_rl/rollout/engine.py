@@ -16,10 +16,10 @@ from typing import Any, Literal
 from trt_rl.arch import Arch
 from trt_rl.config import SamplingSettings
 from trt_rl.errors import EngineError
-from trt_rl.refit.bucket import Bucket
+from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
-
-PauseMode = Literal["drain", "abort", "keep"]
+from trt_rl.refit.stream import Refit
+from trt_rl.rollout.capabilities import Capabilities, PauseMode
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,6 @@ class Completion:
     finish: Literal["stop", "length", "abort"] = "length"
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do."""
-
-    formats: tuple[str, ...]
-    pause_modes: tuple[PauseMode, ...]
-    sleep: bool
-
-
 class RolloutEngine(ABC):
     """An engine inside its own process. Methods may be called from any thread; `generate` from an event loop."""
 
@@ -115,23 +106,44 @@ class RolloutEngine(ABC):
     def resume(self) -> None: ...
 
     @abstractmethod
-    def begin_refit(self, version: int) -> None:
-        """Open the transaction. From here to `commit_refit` the engine is poisoned: it serves nothing.
+    def agree_refit(self, agreement: Agreement, replica: int) -> list[str]:
+        """Make every worker a member of the refit, as the `replica`-th engine that takes part.
+
+        Returns:
+            Each worker's digest of precision table and route.
 
         Raises:
-            RefitError: requests are running, or `version` is not newer than the committed one.
+            RefitError: the route would not write every value of every live tensor exactly once.
         """
 
     @abstractmethod
-    def load_bucket(self, bucket: Bucket) -> None: ...
+    def join_refit(self) -> None:
+        """Join the link with every worker. Collective."""
 
     @abstractmethod
-    def commit_refit(self, version: int) -> dict[str, float]:
-        """Check that everything arrived, drop caches of the old version, serve the new one. Returns counters."""
+    def prepare_refit(self, version: int) -> None:
+        """Reserve what the transfer needs. The engine still serves what it served.
+
+        Raises:
+            RefitError: `version` is not newer than the committed one, or there is not enough memory.
+        """
 
     @abstractmethod
-    def abort_refit(self, reason: str) -> None:
-        """Give the transaction up. The engine stays poisoned until a full refit commits."""
+    def receive_refit(self, refit: Refit) -> list[dict[str, Any]]:
+        """Take all buckets into the live tensors of every worker and verify them; the workers' reports. From here to
+        `commit_refit` the engine is poisoned: it serves nothing.
+
+        Raises:
+            RefitError: requests are running, or what arrived is not what was sent. The engine stays poisoned.
+        """
+
+    @abstractmethod
+    def commit_refit(self, version: int) -> None:
+        """Drop caches of the old version and serve the new one, which every worker has verified."""
+
+    @abstractmethod
+    def disconnect_refit(self) -> None:
+        """Leave the refit group."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None: ...

@@ -21,10 +21,12 @@ import torch
 from trt_rl import cpu_gemm
 from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, RefitError
-from trt_rl.refit.bucket import Bucket
-from trt_rl.refit.load import Loader
+from trt_rl.refit.landing import Landings, Place
+from trt_rl.refit.member import Agreement, EngineMember
 from trt_rl.refit.precision import PrecisionTable
-from trt_rl.rollout.engine import Capabilities, Completion, PauseMode, Request, RolloutEngine
+from trt_rl.refit.stream import Refit
+from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
+from trt_rl.rollout.engine import Completion, Request, RolloutEngine
 from trt_rl.rollout.hf_model import SlotCache, build
 from trt_rl.rollout.sampling import sample
 
@@ -57,7 +59,7 @@ class _Prefix:
 
 
 class HFEngine(RolloutEngine):
-    capabilities = Capabilities(("bf16", "fp8_block"), ("drain", "abort", "keep"), sleep=False)
+    capabilities = CAPABILITIES["hf"]
 
     def __init__(
         self,
@@ -88,7 +90,8 @@ class HFEngine(RolloutEngine):
         self._paused: PauseMode | None = None
         self._stopping = False
         self._busy = False  # the thread is inside the model, outside the lock
-        self._loader: Loader | None = None
+        self._member: EngineMember | None = None
+        self._received: int | None = None  # verified, not committed
         self._turn = threading.Condition()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "prefix_hits", "decode_passes"), 0)
 
@@ -172,38 +175,53 @@ class HFEngine(RolloutEngine):
 
     # --- refit -------------------------------------------------------------------------------------------------
 
-    def begin_refit(self, version: int) -> None:
+    def agree_refit(self, agreement: Agreement, replica: int) -> list[str]:
+        places = {name: Place(tuple((0, n) for n in view.shape), view) for name, view in self.live.items()}
+        self._member = EngineMember(agreement, self.arch, self.table, Landings(places, replica, agreement.label(replica)))
+        return [self._member.digest]
+
+    def join_refit(self) -> None:
+        self._member.join()
+
+    def prepare_refit(self, version: int) -> None:
         with self._turn:
-            if self._running:
-                raise RefitError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before a refit")
             if self._stopping:
                 raise RefitError(f"the engine cannot take weights: {self.poisoned or 'it is stopping'}")
             if self.version is not None and version <= self.version:
                 raise RefitError(f"version {version} is not newer than the engine's {self.version}")
-            self.poisoned = f"a refit to version {version} has begun and not committed"
-            self._loader = Loader(self.live, version)
+        if self._member is None:
+            raise RefitError("the engine has not joined a refit group; join_refit comes first")
+        self._member.prepare()
 
-    def load_bucket(self, bucket: Bucket) -> None:
-        if self._loader is None:
-            raise RefitError("a bucket arrived outside a refit; begin_refit comes first")
-        self._loader.load(bucket)
-
-    def commit_refit(self, version: int) -> dict[str, float]:
-        if self._loader is None or self._loader.version != version:
-            raise RefitError(f"commit of version {version} without its begin")
-        self._loader.finish()
+    def receive_refit(self, refit: Refit) -> list[dict[str, Any]]:
         with self._turn:
-            # In-flight keys and values are gone already: begin_refit refuses while requests run.
+            running = len(self._running)
+            self.poisoned = f"a refit to version {refit.version} has begun and not committed"
+        try:
+            if running:
+                self._member.close()  # the trainer must not wait for this engine
+                raise RefitError(f"{running} requests are running; pause the engine (drain or abort) before a refit")
+            report = self._member.receive(refit)
+        except RefitError as error:
+            with self._turn:
+                self.poisoned = f"a refit failed: {error}"
+            raise
+        self._received = refit.version
+        return [report.as_dict()]
+
+    def commit_refit(self, version: int) -> None:
+        if self._received != version:
+            raise RefitError(f"commit of version {version}, but version {self._received} was received")
+        with self._turn:
+            # In-flight keys and values are gone already: a refit is refused while requests run.
             self.reset_prefix_cache()
-            received, self._loader = self._loader.bytes, None
-            self.version, self.poisoned = version, None
+            self.version, self.poisoned, self._received = version, None, None
             self._turn.notify_all()
-        return {"bytes": received, "tensors": len(self.live)}
 
-    def abort_refit(self, reason: str) -> None:
-        with self._turn:
-            self._loader = None
-            self.poisoned = f"a refit failed: {reason}"
+    def disconnect_refit(self) -> None:
+        if self._member is not None:
+            self._member.close()
+            self._member = None
 
     def reset_prefix_cache(self) -> None:
         with self._turn:

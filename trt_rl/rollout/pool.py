@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -17,6 +17,11 @@ from trt_rl.rollout.engine import Completion, Request
 class RolloutPool:
     recipe: Recipe
     actors: list[ray.actor.ActorHandle]
+    serving: list[int] = field(default_factory=list)
+    """Engines that get requests. One that failed a refit is left out until a later refit commits there."""
+
+    def __post_init__(self) -> None:
+        self.serving = list(range(len(self.actors)))
 
     @classmethod
     def start(cls, recipe: Recipe) -> RolloutPool:
@@ -30,13 +35,13 @@ class RolloutPool:
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Continue every request; results in order. Requests with one prompt go to one engine, which shares its prefill."""
-        home: dict[tuple[int, ...], int] = {}
+        actors, home = self._serving(), {}
         for request in requests:
-            home.setdefault(request.prompt, len(home) % len(self.actors))
-        shares: list[list[int]] = [[] for _ in self.actors]
+            home.setdefault(request.prompt, len(home) % len(actors))
+        shares: list[list[int]] = [[] for _ in actors]
         for i, request in enumerate(requests):
             shares[home[request.prompt]].append(i)
-        refs = [actor.generate.remote([requests[i] for i in share]) for actor, share in zip(self.actors, shares, strict=True)]
+        refs = [actor.generate.remote([requests[i] for i in share]) for actor, share in zip(actors, shares, strict=True)]
         results: list[Completion | None] = [None] * len(requests)
         for share, completions in zip(shares, self.wait(refs), strict=True):
             for i, completion in zip(share, completions, strict=True):
@@ -44,21 +49,21 @@ class RolloutPool:
         return results
 
     def pause(self, mode: str = "drain") -> None:
-        self.wait([actor.pause.remote(mode) for actor in self.actors])
+        self.wait([actor.pause.remote(mode) for actor in self._serving()])
 
     def resume(self) -> None:
-        self.wait([actor.resume.remote() for actor in self.actors])
+        self.wait([actor.resume.remote() for actor in self._serving()])
 
-    def begin(self, method: str, *args: Any) -> list[ray.ObjectRef]:
-        """Start `method` on every engine without waiting."""
-        return [getattr(actor, method).remote(*args) for actor in self.actors]
+    def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
+        """Start one step of a refit on engines `only` without waiting; see `refit.session`."""
+        return [self.actors[i].refit.remote(step, *args) for i in (range(len(self.actors)) if only is None else only)]
 
     def stats(self) -> list[dict[str, float]]:
-        """Counters of every engine since it started."""
-        return self.wait(self.begin("stats"))
-
-    def names(self) -> list[str]:
-        return [f"engine {i}" for i in range(len(self.actors))]
+        """Counters of every serving engine since it started."""
+        return self.wait([actor.stats.remote() for actor in self._serving()])
 
     def wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
-        return gather(refs, self.names(), self.recipe.run.wait_s)
+        return gather(refs, [f"engine {i}" for i in self.serving], self.recipe.run.wait_s)
+
+    def _serving(self) -> list[ray.actor.ActorHandle]:
+        return [self.actors[i] for i in self.serving]

@@ -87,6 +87,10 @@ class TrainerGroup:
         """Start `method` on every rank without waiting."""
         return [actor.do.remote(method, *args) for actor in self.actors]
 
+    def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
+        """Start one step of a refit on every rank without waiting; see `refit.session`."""
+        return self.begin(f"refit_{step}", *args)
+
     def save(self, folder: str) -> None:
         self._all("save", folder)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from trt_rl.algo.loss import clipped_policy_loss
 from trt_rl.arch import Arch
 from trt_rl.batch import Batch
 from trt_rl.config import Recipe
+from trt_rl.refit.member import Agreement, TrainerMember
 from trt_rl.refit.precision import PrecisionTable
-from trt_rl.refit.send import ShardSource, send
-from trt_rl.refit.transport import GlooLink
+from trt_rl.refit.stream import Refit
 from trt_rl.trainer import checkpoint
 from trt_rl.trainer.model import build_model, start_parallel_state
 from trt_rl.trainer.optimizer import make_optimizer, make_schedule, wrap
@@ -42,7 +43,8 @@ class MegatronRank:
         self.settings = Pass(self.arch, self.layout, trainer.microbatch_tokens, trainer.logprob_chunk, recipe.rollout.sampling.temperature)
         algo = recipe.algo
         self.loss = partial(clipped_policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip)
-        self.link: GlooLink | None = None
+        self.member: TrainerMember | None = None
+        self.input_scales: dict[str, float] = {}
 
     def logprobs(self, batch: Batch) -> list[tuple[list[int], torch.Tensor]]:
         """Row numbers and log-probs of this rank's rows; empty where another rank reports them."""
@@ -84,28 +86,38 @@ class MegatronRank:
             and parallel_state.get_context_parallel_rank() == 0
         )
 
-    # --- refit -------------------------------------------------------------------------------------------------
+    # --- refit: each method is one step of `refit.session` ------------------------------------------------------
 
-    def connect(self, host: str, port: int, engines: int) -> str:
-        """Join the refit group with `engines` engines; returns the digest of this side's precision table."""
-        refit, world = self.recipe.refit, self.layout.world
-        table = PrecisionTable.build(self.arch, refit.format, tuple(refit.exclude))
-        self.source = ShardSource(
+    def refit_agree(self, agreement: Agreement) -> list[str]:
+        table = PrecisionTable.build(self.arch, self.recipe.refit.policy())
+        self.member = TrainerMember(
+            agreement,
             self.arch,
-            self.layout,
-            self.rank,
             table,
+            self.rank,
+            self.module.named_parameters(),
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_parallel_group(),
-            refit.bucket_mib * 2**20,
+            self.input_scales,
         )
-        self.engines = list(range(world, world + engines))
-        self.link = GlooLink(host, port, self.rank, world + engines, refit.timeout_s)
-        return table.digest
+        return [self.member.digest]
 
-    def send_weights(self, version: int) -> int:
-        """Send this rank's share of `version` to every engine; returns the bytes sent."""
-        return send(self.source, self.module.named_parameters(), self.link, self.engines, version)
+    def refit_join(self) -> None:
+        self.member.join()
+
+    def refit_check(self) -> None:
+        self.member.check()
+
+    def refit_prepare(self) -> None:
+        self.member.prepare()
+
+    def refit_send(self, refit: Refit) -> dict[str, Any]:
+        return self.member.send(refit).as_dict()
+
+    def refit_disconnect(self) -> None:
+        if self.member is not None:
+            self.member.close()
+            self.member = None
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 

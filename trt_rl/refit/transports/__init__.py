@@ -1,0 +1,32 @@
+"""Ways to move buckets between members: `gloo`, `nccl`, `ipc`, `disk`. Each is imported only when a recipe names it."""
+
+from __future__ import annotations
+
+import importlib
+
+from trt_rl.errors import RefitError
+from trt_rl.refit.route import Route
+from trt_rl.refit.transports.link import Link, Meeting
+
+TRANSPORTS = {
+    "gloo": "trt_rl.refit.transports.gloo:GlooLink",
+    "nccl": "trt_rl.refit.transports.nccl:NcclLink",
+    "ipc": "trt_rl.refit.transports.ipc:IpcLink",
+    "disk": "trt_rl.refit.transports.disk:DiskLink",
+}
+
+
+def open_link(name: str, meeting: Meeting, member: int, route: Route) -> Link:
+    """Join the group that `meeting` describes. Collective: every member must arrive.
+
+    Raises:
+        RefitError: the name is unknown, or its module cannot be imported here.
+    """
+    if name not in TRANSPORTS:
+        raise RefitError(f"refit.transport = {name!r} is unknown; transports: {', '.join(TRANSPORTS)}")
+    module, attribute = TRANSPORTS[name].split(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise RefitError(f"refit.transport = {name!r} cannot be imported here: {error}") from error
+    return kind(meeting, member, route)
