@@ -62,6 +62,35 @@ def train(
         raise typer.Exit(128 + signal.SIGINT)
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of the stack.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("refit")
+def bench_refit(
+    recipe: Annotated[Path | None, typer.Option(help="layouts and refit settings from here; model.path needs config.json only")] = None,
+    set: Annotated[list[str] | None, typer.Option(help="dotted override of the recipe, repeatable")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="run on the CPU over gloo; without a recipe, a small built-in shape")] = False,
+    formats: Annotated[str, typer.Option(help="comma-separated; the recipe's own if left out")] = "",
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    baseline: Annotated[bool, typer.Option(help="also measure gather, broadcast, quantize at the receiver")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write everything measured to this file")] = None,
+) -> None:
+    """Time refits with random weights: total, phases, link, copy bandwidth, baseline."""
+    try:
+        from trt_rl.bench import refit as measured
+
+        result = measured.run(measured.cases_from(recipe, set or [], cpu, formats, repeats, baseline), "cpu" if cpu else "cuda")
+    except TrtRlError as error:
+        console.print(f"{type(error).__name__}: {error}")
+        raise typer.Exit(2) from None
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    for case in result["results"]:
+        _show({k: v for k, v in case.items() if k not in ("refits", "first")})
+    console.print({k: v for k, v in result.items() if k != "results"})
+
+
 def _show(summary: dict) -> None:
     table = Table("summary", "", show_header=False, title="summary")
     for name, value in summary.items():

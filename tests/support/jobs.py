@@ -112,29 +112,6 @@ def checkpoint_steps(folder: str, layout: Layout, path: str):
     return straight, [trainer.train(batch) for _ in range(2)]
 
 
-def refit_buckets(folder: str, layout: Layout, format: str, poison: str | None = None):
-    """What this rank would send: `[(name, box, bytes-exact tensor)]`."""
-    from megatron.core import parallel_state
-
-    from trt_rl.refit.precision import PrecisionTable
-    from trt_rl.refit.send import ShardSource
-
-    arch, model = _setup(folder, layout, "bf16")
-    if poison:
-        with torch.no_grad():
-            dict(model.named_parameters())[poison].view(-1)[3] = float("nan")
-    source = ShardSource(
-        arch,
-        layout,
-        dist.get_rank(),
-        PrecisionTable.build(arch, format),
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_expert_tensor_parallel_group(),
-        50_000,
-    )
-    return list(source.buckets(model.named_parameters()))
-
-
 def logprobs(folder: str, layout: Layout, precision: str = "bf16"):
     """Log-probs of the sample batch through a whole trainer rank, for every layout, context parallelism included."""
     from trt_rl.trainer.group import assemble
@@ -144,44 +121,3 @@ def logprobs(folder: str, layout: Layout, precision: str = "bf16"):
     batch, parts = ready_batch(sample_batch()), [None] * layout.world
     dist.all_gather_object(parts, trainer.logprobs(batch))
     return assemble(batch, parts)
-
-
-def quantize(shape: tuple[int, ...], pieces):
-    """Quantize pieces that one process holds."""
-    from trt_rl.refit.quantize import block_maxima, quantize_pieces
-
-    return quantize_pieces("w", pieces, block_maxima(shape, pieces))
-
-
-def send_through_gloo(folder: str, layout: Layout, bucket_bytes: int, port: int):
-    """Send through real links into an engine's loader, which lives in a thread of rank 0; returns its tensors."""
-    import threading
-
-    from megatron.core import parallel_state
-
-    from trt_rl.refit.load import Loader
-    from trt_rl.refit.precision import PrecisionTable
-    from trt_rl.refit.send import ShardSource, send
-    from trt_rl.refit.transport import GlooLink
-
-    arch, model = _setup(folder, layout, "bf16")
-    table = PrecisionTable.build(arch, "fp8_block")
-    rank, world = dist.get_rank(), layout.world
-    targets = {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (dtype, shape) in table.wire_tensors().items()}
-
-    def engine() -> None:
-        link, loader = GlooLink("127.0.0.1", port, world, world + 1, 30), Loader(targets, 0)
-        for bucket in link.receive(world, 0):
-            loader.load(bucket)
-        loader.finish()
-
-    thread = threading.Thread(target=engine)
-    if rank == 0:
-        thread.start()
-    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
-    source = ShardSource(arch, layout, rank, table, *groups, bucket_bytes)
-    send(source, model.named_parameters(), GlooLink("127.0.0.1", port, rank, world + 1, 30), [world], 0)
-    if rank:
-        return None
-    thread.join(40)
-    return targets

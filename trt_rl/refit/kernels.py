@@ -1,0 +1,327 @@
+"""The GPU's way to fill, load and digest buckets: a few Triton launches a bucket, whatever the number of tensors in it.
+
+Parameters and live tensors keep their addresses, so what a bucket consists of is written into tables once and used at
+every refit. Bits are those of `quantize` (ModelOpt's arithmetic) and `digest`; `tests/gpu` compares them.
+
+A table has one row of int64 a slice; programs find their slice through an index from program to row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from trt_rl.errors import RefitError
+from trt_rl.refit.digest import GOLDEN, MULTIPLY_1, MULTIPLY_2
+from trt_rl.refit.landing import Landings
+from trt_rl.refit.precision import input_scale, per_tensor_scale, scale_name
+from trt_rl.refit.quantize import SMALLEST_SCALE
+from trt_rl.refit.route import BucketPlan, Slice
+from trt_rl.refit.slot import Slot
+from trt_rl.refit.source import ShardSource
+from trt_rl.refit.stream import Arrival
+
+_COPY_WORDS = tl.constexpr(4096)  # of 4 or 8 bytes, a program
+_DIGEST_WORDS = tl.constexpr(4096)  # of 8 bytes, a program
+_G, _M1, _M2 = tl.constexpr(GOLDEN), tl.constexpr(MULTIPLY_1), tl.constexpr(MULTIPLY_2)
+_TINY = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def _quantize(index, first, table, slot, FP32: tl.constexpr):
+    """One 128x128 block: read its values once, write e4m3 and its scale."""
+    program = tl.program_id(0)
+    which = tl.load(index + program)
+    row = table + which * 15
+    block = (program - tl.load(first + which)).to(tl.int32)
+    address, stride = tl.load(row), tl.load(row + 1)
+    rows, columns = tl.load(row + 2), tl.load(row + 3)
+    row_shift, column_shift = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
+    target, wide = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
+    scale_at, scale_row, scale_column, scale_stride = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
+    maxima, maxima_stride, fixed = tl.load(row + 12), tl.load(row + 13), tl.load(row + 14)
+    block_row, block_column = block // wide, block % wide
+    r = block_row * 128 - row_shift + tl.arange(0, 128)[:, None]
+    c = block_column * 128 - column_shift + tl.arange(0, 128)[None, :]
+    mask = (r >= 0) & (r < rows) & (c >= 0) & (c < columns)
+    if FP32:
+        x = tl.load(address.to(tl.pointer_type(tl.float32)) + r * stride + c, mask=mask, other=0.0)
+    else:
+        x = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + r * stride + c, mask=mask, other=0.0).to(tl.float32)
+    if fixed != 0:
+        scale = tl.load(fixed.to(tl.pointer_type(tl.float32)))
+    else:
+        if maxima != 0:
+            amax = tl.load(maxima.to(tl.pointer_type(tl.float32)) + block_row * maxima_stride + block_column)
+        else:
+            amax = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+        scale = tl.div_rn(amax, tl.full([], 448.0, tl.float32))
+        scale = tl.where(scale < _TINY, 1.0, scale)
+        if (scale_at >= 0) & (block_row >= scale_row) & (block_column >= scale_column):
+            out = (slot + scale_at).to(tl.pointer_type(tl.float32))
+            tl.store(out + (block_row - scale_row) * scale_stride + block_column - scale_column, scale)
+    values = tl.div_rn(x, tl.zeros_like(x) + scale).to(tl.float8e4nv)
+    out = (slot + target).to(tl.pointer_type(tl.float8e4nv))
+    tl.store(out + r * columns + c, values, mask=mask)
+
+
+@triton.jit
+def _copy(index, first, table, source_base, target_base, EIGHT: tl.constexpr):
+    """Rows of bytes from one strided place to another."""
+    program = tl.program_id(0)
+    which = tl.load(index + program)
+    row = table + which * 6
+    unit: tl.constexpr = 8 if EIGHT else 4
+    kind: tl.constexpr = tl.int64 if EIGHT else tl.int32
+    source = (source_base + tl.load(row)).to(tl.pointer_type(kind))
+    source_stride = tl.load(row + 1) // unit
+    target = (target_base + tl.load(row + 2)).to(tl.pointer_type(kind))
+    target_stride, width, words = tl.load(row + 3) // unit, (tl.load(row + 4) // unit).to(tl.int32), (tl.load(row + 5) // unit).to(tl.int32)
+    start = ((program - tl.load(first + which)) * _COPY_WORDS).to(tl.int32)
+    for step in tl.static_range(0, 4096, 1024):
+        i = start + step + tl.arange(0, 1024)
+        mask = i < words
+        at, column = i // width, i % width
+        tl.store(target + at * target_stride + column, tl.load(source + at * source_stride + column, mask=mask), mask=mask)
+
+
+@triton.jit
+def _digest(index, first, table, base, out, EIGHT: tl.constexpr):
+    """Add the mixed 64-bit words of a slice, wherever its rows lie, into its digest."""
+    program = tl.program_id(0)
+    which = tl.load(index + program)
+    row = table + which * 5
+    address, stride, width = base + tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    nbytes, position = tl.load(row + 3), tl.load(row + 4)
+    start = ((program - tl.load(first + which)) * _DIGEST_WORDS).to(tl.int32)
+    total = tl.zeros([1024], dtype=tl.uint64)
+    for step in tl.static_range(0, 4096, 1024):
+        i = start + step + tl.arange(0, 1024)
+        mask = i * 8 < nbytes
+        if EIGHT:
+            w = (width // 8).to(tl.int32)
+            place = address.to(tl.pointer_type(tl.uint64)) + (i // w) * (stride // 8) + i % w
+            word = tl.load(place, mask=mask, other=0)
+        else:
+            w = (width // 4).to(tl.int32)
+            base4 = address.to(tl.pointer_type(tl.uint32))
+            low, high = 2 * i, 2 * i + 1
+            a = tl.load(base4 + (low // w) * (stride // 4) + low % w, mask=mask, other=0).to(tl.uint64)
+            b = tl.load(base4 + (high // w) * (stride // 4) + high % w, mask=high * 4 < nbytes, other=0).to(tl.uint64)
+            word = a | (b << 32)
+        x = word + (i + 1).to(tl.uint64) * _G
+        x ^= x >> 30
+        x *= _M1
+        x ^= x >> 27
+        x *= _M2
+        x ^= x >> 31
+        total += tl.where(mask, x, 0)
+    tl.atomic_add(out + position, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+
+
+@dataclass
+class _Table:
+    """Rows for one kernel, and how many programs each row takes."""
+
+    device: torch.device
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    programs: list[int] = field(default_factory=list)
+
+    def add(self, programs: int, *row: int) -> None:
+        self.rows.append(row)
+        self.programs.append(programs)
+
+    def done(self) -> _Table:
+        """Put it on the device."""
+        if self.rows:
+            counts = np.array(self.programs, dtype=np.int64)
+            starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+            self.total = int(counts.sum())
+            self.index = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
+            self.first = torch.from_numpy(starts).to(self.device)
+            self.table = torch.tensor(self.rows, dtype=torch.int64, device=self.device)
+        self.empty = not self.rows
+        del self.rows, self.programs
+        return self
+
+    def launch(self, kernel, *arguments, warps: int = 4, **constants) -> None:
+        if not self.empty:
+            kernel[(self.total,)](self.index, self.first, self.table, *arguments, **constants, num_warps=warps)
+
+
+class _Rows:
+    """Strided rows to copy or to digest, sorted by the word size that their addresses allow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.by_unit = {8: _Table(device), 4: _Table(device)}
+
+    def copy(self, name: str, source: int, source_stride: int, target: int, target_stride: int, width: int, nbytes: int) -> None:
+        unit = _unit(name, source, source_stride, target, target_stride, width)
+        self.by_unit[unit].add(-(-nbytes // (unit * 4096)), source, source_stride, target, target_stride, width, nbytes)
+
+    def digest(self, name: str, address: int, stride: int, width: int, nbytes: int, position: int) -> None:
+        unit = _unit(name, address, stride, width)
+        self.by_unit[unit].add(-(-nbytes // (8 * 4096)), address, stride, width, nbytes, position)
+
+    def done(self) -> _Rows:
+        for table in self.by_unit.values():
+            table.done()
+        return self
+
+    def launch(self, kernel, *arguments) -> None:
+        for unit, table in self.by_unit.items():
+            table.launch(kernel, *arguments, EIGHT=unit == 8)
+
+
+def _unit(name: str, *numbers: int) -> int:
+    for unit in (8, 4):
+        if not any(n % unit for n in numbers):
+            return unit
+    raise RefitError(f"{name}: rows that do not begin and end on 4-byte boundaries cannot be refitted on a GPU ({numbers})")
+
+
+def _geometry(view: torch.Tensor) -> tuple[int, int, int]:
+    """Address, bytes from row to row, and bytes a row, of a view of one or two dimensions with contiguous rows."""
+    size = view.element_size()
+    width = view.shape[-1] * size
+    if view.stride(-1) != 1 and view.shape[-1] != 1:
+        raise RefitError(f"a live tensor of shape {list(view.shape)} and strides {list(view.stride())} has no contiguous rows")
+    stride = view.stride(0) * size if view.dim() == 2 and view.shape[0] > 1 else width
+    if stride == width:  # contiguous: one long row, which needs no division into rows
+        return view.data_ptr(), view.numel() * size, view.numel() * size
+    return view.data_ptr(), stride, width
+
+
+class FusedSource(ShardSource):
+    """Fills buckets on a GPU; the same bits as `ShardSource` in one pass over the weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.device = self._parameters[0][1].device
+        self._tables: dict[int, tuple[_Table, _Table, _Rows, _Rows, list[Slice]]] = {}
+        self._fixed: dict[str, torch.Tensor] = {}  # keeps addresses of exchanged maxima and scales from refit to refit
+
+    def exchange(self) -> None:
+        super().exchange()
+        self.maxima = {name: self._keep(f"maxima {name}", value) for name, value in self.maxima.items()}
+        self.scales = {name: self._keep(f"scale {name}", value) for name, value in self.scales.items()}
+        for name, value in self.input_scales.items():
+            if name in self.scales:
+                self._keep(f"input {name}", torch.tensor([value], device=self.device))
+
+    def _keep(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        if key not in self._fixed:
+            self._fixed[key] = value.clone()
+        return self._fixed[key].copy_(value)
+
+    @torch.no_grad()
+    def fill(self, slot: Slot, with_digests: bool) -> None:
+        if slot.plan.number not in self._tables:
+            self._tables[slot.plan.number] = self._plan(slot.plan)
+        narrow, wide, rows, digests, others = self._tables[slot.plan.number]
+        base = slot.buffer.data_ptr()
+        narrow.launch(_quantize, base, FP32=False, warps=8)
+        wide.launch(_quantize, base, FP32=True, warps=8)
+        rows.launch(_copy, 0, base)
+        for part in others:
+            slot.tensor(part).copy_(self.values(part))
+        if with_digests:
+            slot.digests.zero_()
+            digests.launch(_digest, base, slot.digests)
+
+    def _plan(self, plan: BucketPlan) -> tuple[_Table, _Table, _Rows, _Rows, list[Slice]]:
+        narrow, wide, rows, digests, others = _Table(self.device), _Table(self.device), _Rows(self.device), _Rows(self.device), []
+        scale_of = {part.name: part for part in plan.slices}
+        by_name = {name: i for i, name in enumerate(self.table.formats)}
+        weights = [i for i, part in enumerate(plan.slices) if part.name in by_name]
+        follows = {i: plan.slices[i + 1] if i + 1 < len(plan.slices) else None for i in weights}
+        for position, part in enumerate(plan.slices):
+            digests.digest(part.name, part.offset, part.nbytes, part.nbytes, part.nbytes, position)
+            if part.name not in by_name:
+                continue
+            values = self.values(part)
+            if part.dtype == "float8_e4m3fn":
+                self._add_block(narrow if values.dtype == torch.bfloat16 else wide, part, values, follows[position])
+                if self.table.formats[part.name] == "fp8_per_tensor":
+                    for key, name in (("scale", per_tensor_scale(part.name)), ("input", input_scale(part.name))):
+                        if name in scale_of:
+                            rows.copy(name, self._fixed[f"{key} {part.name}"].data_ptr(), 4, scale_of[name].offset, 4, 4, 4)
+            elif values.dtype == torch.bfloat16:
+                address, stride, width = _geometry(values)
+                rows.copy(part.name, address, stride, part.offset, width, width, part.nbytes)
+            else:
+                others.append(part)
+        return narrow.done(), wide.done(), rows.done(), digests.done(), others
+
+    def _add_block(self, table: _Table, part: Slice, values: torch.Tensor, follower: Slice | None) -> None:
+        (r0, r1), (c0, c1) = part.box
+        across, down = -(-c1 // 128) - c0 // 128, -(-r1 // 128) - r0 // 128
+        scale = follower if follower is not None and follower.name == scale_name(part.name) else None
+        scale_at, scale_stride = (scale.offset, scale.box[1][1] - scale.box[1][0]) if scale else (-1, 0)
+        maxima = maxima_stride = fixed = 0
+        if self.table.formats[part.name] == "fp8_per_tensor":
+            fixed = self.scales[part.name].data_ptr()
+        elif part.name in self.maxima:
+            whole = self.maxima[part.name]
+            maxima, maxima_stride = whole[r0 // 128 :, c0 // 128 :].data_ptr(), whole.stride(0)
+        table.add(
+            across * down,
+            values.data_ptr(), values.stride(0), r1 - r0, c1 - c0, r0 % 128, c0 % 128, part.offset, across,
+            scale_at, -(-r0 // 128) - r0 // 128, -(-c0 // 128) - c0 // 128, scale_stride, maxima, maxima_stride, fixed,
+        )  # fmt: skip
+
+
+class FusedLandings:
+    """Loads buckets on a GPU: where each slice lands is recorded once, then written there directly."""
+
+    def __init__(self, landings: Landings) -> None:
+        self.landings, self.label = landings, landings.label
+        self.device = next(iter(landings.places.values())).view.device
+        self._tables: dict[int, tuple[_Rows, _Rows, _Rows]] = {}
+        self._arrived: list[tuple[BucketPlan, torch.Tensor, torch.Tensor | None]] = []
+
+    @torch.no_grad()
+    def load(self, slot: Slot, verify: bool) -> None:
+        store, _, digests = self._plan(slot.plan)
+        store.launch(_copy, slot.buffer.data_ptr(), 0)
+        wrong = None
+        if verify:
+            live = torch.zeros(len(slot.plan.slices), dtype=torch.int64, device=self.device)
+            digests.launch(_digest, 0, live)
+            wrong = live != slot.digests
+        self._arrived.append((slot.plan, slot.header.clone(), wrong))
+
+    def fetch(self, slot: Slot) -> None:
+        self._plan(slot.plan)[1].launch(_copy, 0, slot.buffer.data_ptr())
+
+    def arrivals(self) -> list[Arrival]:
+        done, self._arrived = self._arrived, []
+        if not done:
+            return []
+        headers = torch.stack([header for _, header, _ in done]).tolist()
+        checked = [wrong for _, _, wrong in done if wrong is not None]
+        any_wrong = bool(torch.cat(checked).any()) if checked else False
+        found = []
+        for (plan, _, wrong), header in zip(done, headers, strict=True):
+            bad = (
+                [part for part, is_bad in zip(plan.slices, wrong.tolist(), strict=True) if is_bad]
+                if any_wrong and wrong is not None
+                else []
+            )
+            found.append(Arrival(plan, header, bad, 0 if wrong is None else len(plan.slices)))
+        return found
+
+    def _plan(self, plan: BucketPlan) -> tuple[_Rows, _Rows, _Rows]:
+        if plan.number not in self._tables:
+            store, fetch, digests = _Rows(self.device), _Rows(self.device), _Rows(self.device)
+            for position, part in enumerate(plan.slices):
+                address, stride, width = _geometry(self.landings.view(part))
+                store.copy(part.name, part.offset, width, address, stride, width, part.nbytes)
+                fetch.copy(part.name, address, stride, part.offset, width, width, part.nbytes)
+                digests.digest(part.name, address, stride, width, part.nbytes, position)
+            self._tables[plan.number] = (store.done(), fetch.done(), digests.done())
+        return self._tables[plan.number]

@@ -1,0 +1,109 @@
+"""Buckets between processes that share GPUs of one node: the receiver reads the sender's buffer where it lies.
+
+Each sender publishes CUDA IPC handles of its two buffers once, with the UUID of its GPU; receivers map them. A bucket
+then costs one small message each way. Handles travel as plain numbers and bytes through the run's store, never pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trt_rl.errors import RefitError
+from trt_rl.refit.route import Route
+from trt_rl.refit.transports.link import Exchange, Link, Meeting, PeerLost, Transfer
+
+_READY, _DONE = 1, 2
+
+
+class IpcLink(Link):
+    def __init__(self, meeting: Meeting, member: int, route: Route) -> None:
+        if not torch.cuda.is_available():
+            raise RefitError(f"refit.transport = ipc shares GPU memory, {meeting.name(member)} sees no GPU; use gloo")
+        self.meeting, self.device = meeting, torch.device("cuda", torch.cuda.current_device())
+        self._store = meeting.store()
+        self._control = dist.ProcessGroupGloo(self._store, member, meeting.members, timedelta(seconds=meeting.timeout_s))
+        self._own: list[torch.Tensor] = []
+        self._mapped: dict[int, list[torch.Tensor]] = {}
+        if member < meeting.trainers:
+            self._own = super().buffers(max(route.slot_bytes(member), 1))
+            self._store.set(f"ipc-{member}", json.dumps([_export(b) for b in self._own]))
+
+    def buffers(self, nbytes: int) -> list[torch.Tensor]:
+        return self._own or [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
+
+    def exchange(self, send: Transfer | None, receive: Transfer | None) -> Exchange:
+        if send:
+            self.sent_bytes += send.payload.numel()
+            which = next(i for i, b in enumerate(self._own) if b.data_ptr() == send.payload.data_ptr())
+            torch.cuda.current_stream().synchronize()  # what the receiver is told to read is written by then
+            self._tell(send.peer, _READY, which, send.payload.numel(), PeerLost)
+        return _IpcExchange(self, send, receive)
+
+    def release(self, payload: torch.Tensor, sender: int) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._tell(sender, _DONE, 0, 0, RefitError)
+
+    def mapped(self, sender: int, which: int) -> torch.Tensor:
+        if sender not in self._mapped:
+            self._mapped[sender] = [_import(b, self.meeting.name(sender)) for b in json.loads(self._store.get(f"ipc-{sender}"))]
+        return self._mapped[sender][which]
+
+    def _tell(self, peer: int, kind: int, which: int, nbytes: int, failure: type[RefitError]) -> None:
+        try:
+            self._control.send([torch.tensor([which, nbytes])], peer, kind).wait()
+        except RuntimeError as error:
+            raise failure(f"{self.meeting.name(peer)} does not answer: {error}") from error
+
+    def hear(self, peer: int, kind: int, failure: type[RefitError]) -> list[int]:
+        message = torch.zeros(2, dtype=torch.int64)
+        try:
+            self._control.recv([message], peer, kind).wait()
+        except RuntimeError as error:
+            raise failure(f"{self.meeting.name(peer)} does not answer: {error}") from error
+        return message.tolist()
+
+    def close(self) -> None:
+        self._mapped, self._own = {}, []
+        self._control.shutdown()
+
+
+class _IpcExchange(Exchange):
+    def __init__(self, link: IpcLink, send: Transfer | None, receive: Transfer | None) -> None:
+        self.link, self.send, self.receive = link, send, receive
+
+    def received(self) -> torch.Tensor:
+        which, nbytes = self.link.hear(self.receive.peer, _READY, RefitError)
+        return self.link.mapped(self.receive.peer, which)[:nbytes]
+
+    def sent(self) -> None:
+        if self.send:
+            self.link.hear(self.send.peer, _DONE, PeerLost)
+
+
+def _uuid(index: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+def _export(buffer: torch.Tensor) -> dict:
+    _, handle, size, offset, counter, counter_offset, event, must_sync = buffer.untyped_storage()._share_cuda_()
+    return {
+        "gpu": _uuid(buffer.device.index),
+        "nbytes": buffer.numel(),
+        "shift": buffer.storage_offset(),
+        "storage": [handle.hex(), size, offset, counter.hex(), counter_offset, event.hex(), must_sync],
+    }
+
+
+def _import(about: dict, owner: str) -> torch.Tensor:
+    found = [i for i in range(torch.cuda.device_count()) if _uuid(i) == about["gpu"]]
+    if not found:
+        raise RefitError(f"{about['gpu']} of {owner} is not visible here; ipc needs trainer and engine on the same GPUs of one node")
+    handle, size, offset, counter, counter_offset, event, must_sync = about["storage"]
+    storage = torch.UntypedStorage._new_shared_cuda(
+        found[0], bytes.fromhex(handle), size, offset, bytes.fromhex(counter), counter_offset, bytes.fromhex(event), must_sync
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[about["shift"] : about["shift"] + about["nbytes"]]
