@@ -62,6 +62,27 @@ def train(
         raise typer.Exit(128 + signal.SIGINT)
 
 
+@app.command("export")
+def export_command(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, e.g. runs/quickstart/model")],
+    target: Annotated[Path, typer.Argument(help="new folder")],
+    precision: Annotated[str, typer.Option(help="bf16 or fp8_block")] = "fp8_block",
+    exclude: Annotated[list[str] | None, typer.Option(help="pattern of tensors that stay BF16, repeatable")] = None,
+) -> None:
+    """Write a checkpoint in the format that engines serve."""
+    try:
+        from trt_rl.refit.export import export
+        from trt_rl.refit.precision import PrecisionPolicy
+        from trt_rl.trainer.cpu import install_without_cuda
+
+        install_without_cuda()  # ModelOpt imports megatron
+        table = export(model, target, PrecisionPolicy(precision, tuple(exclude or ())))
+    except TrtRlError as error:
+        console.print(f"{type(error).__name__}: {error}")
+        raise typer.Exit(2) from None
+    console.print(f"{target}: {table.summary()}")
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of the stack.")
 app.add_typer(bench, name="bench")
 

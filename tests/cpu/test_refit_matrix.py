@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 
     def get(model: str):
         if model not in made:
-            made[model] = write_model(root / model, **MODELS[model])
+            made[model] = write_model(root / model, spread=0.05, **MODELS[model])
         return made[model]
 
     return get
@@ -113,8 +113,8 @@ def test_engine_ranks_hold_the_bits_of_a_single_process(delivered, expected, fol
     assert len({digest for result in results for digest in result.digests}) == 1
     # Each value leaves the trainer once for each node with an engine; only headers, digests and padding come on top.
     once = sum(t.numel() * t.element_size() for t in whole.values())
-    repeated = 1.6 if model.startswith("tiny") or case.engine.tp > 1 else 1.1
-    assert case.nodes * once <= sum(result.sent for result in results) < case.nodes * repeated * once
+    overhead = 1.25 if model.startswith("tiny") else 1.02
+    assert case.nodes * once <= sum(result.sent for result in results) < case.nodes * overhead * once
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
@@ -125,12 +125,16 @@ def test_the_wide_models_meet_the_block_rule(folder, model):
 
 
 def test_what_is_compared_tells_tensors_apart(expected, folder):
-    """A reference with equal tensors, or with equal scales, would hide swaps."""
+    """A reference with equal tensors, or with scales that are mostly equal, would hide swaps."""
     for model in MODELS:
         for format in FORMATS:
-            prints = [fingerprint(t) for name, t in expected(model, format).items() if "input_scale" not in name]
-            shared = [n for n in expected(model, format) if n.endswith(("k_proj.weight_scale", "v_proj.weight_scale", "up_proj.weight_scale"))]
-            assert len(set(prints)) == len(prints) - len(shared)
+            tensors = expected(model, format)
+            weights = [fingerprint(t) for name, t in tensors.items() if name.endswith("weight")]
+            assert len(set(weights)) == len(weights)
+            own = ("q_proj.weight_scale", "gate_proj.weight_scale", "o_proj.weight_scale", "down_proj.weight_scale", "_scale_inv")
+            scales = [fingerprint(t) for name, t in tensors.items() if name.endswith(own)]
+            assert len(set(scales)) >= 0.75 * len(scales)
+            assert format == "bf16" or scales
         table = PrecisionTable.build(Arch.load(folder(model)), PrecisionPolicy("fp8_per_tensor"))
         assert len(set(input_scales(table).values())) == len(input_scales(table)) > 10
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from trt_rl.refit.bucket import Bucket
+from trt_rl.refit.load import Loader
 
 from tests.support.jobs import sample_batch
 from tests.support.models import write_model
 from trt_rl.arch import Arch
 from trt_rl.layout import Layout
-from trt_rl.refit.bucket import Bucket
-from trt_rl.refit.load import Loader
 from trt_rl.refit.precision import PrecisionTable
 
 pytestmark = [

@@ -22,8 +22,11 @@ SIZES = dict(
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1)
 
 
-def write_model(folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32, seed: int = 0, **sizes) -> Path:
-    """`kind`: dense, tied (dense with tied embeddings) or moe."""
+def write_model(
+    folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 0.0, **sizes
+) -> Path:
+    """`kind`: dense, tied (dense with tied embeddings) or moe. With a `spread`, each tensor has larger values than the
+    one before, and a quantization scale of its own."""
     import transformers
 
     torch.manual_seed(seed)
@@ -32,9 +35,9 @@ def write_model(folder: Path, kind: str = "dense", dtype: torch.dtype = torch.fl
     model_class = transformers.Qwen3MoeForCausalLM if kind == "moe" else transformers.Qwen3ForCausalLM
     model = model_class(config_class(**settings))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for i, (name, parameter) in enumerate(model.named_parameters()):
             # Norm weights start at 1, which would hide a swapped pair; make every tensor distinct.
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 * (1 + spread * i))
     model.to(dtype).save_pretrained(folder)
     return folder
 

@@ -19,13 +19,15 @@ from trt_rl.arch import Arch
 from trt_rl.bench.baseline import Baseline
 from trt_rl.errors import WorkerFailed
 from trt_rl.layout import EngineLayout, Layout
+from trt_rl.refit.hf_files import HFFolder
 from trt_rl.refit.landing import allocate
 from trt_rl.refit.member import Agreement, EngineMember, TrainerMember
-from trt_rl.refit.names import parameters
+from trt_rl.refit.names import hf_pieces, parameters, slices
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.slot import Slot
 from trt_rl.refit.stream import Arrival, Receiver, Refit, Sender
 from trt_rl.refit.transports.link import Transfer
+from trt_rl.trainer.cpu import install_without_cuda
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Setup:
     """Engine rank i lives on the GPU of trainer rank i."""
     engines_outside: bool = False
     """Engine ranks are processes of someone else (vLLM's workers)."""
+    checkpoint: str = ""
+    """Hugging Face folder with the trainer's weights; random ones if left out."""
 
     @property
     def world(self) -> int:
@@ -61,9 +65,7 @@ class Party:
         else:
             torch.set_num_threads(1)
             self.device = torch.device("cpu")
-            from trt_rl.trainer import cpu
-
-            cpu.install()  # ModelOpt imports Megatron where it is installed
+            install_without_cuda()  # ModelOpt imports megatron
         dist.init_process_group(
             "nccl" if cuda and not setup.colocated else "gloo",
             store=dist.PrefixStore("bench", dist.TCPStore(*setup.store, wait_for_workers=False)),
@@ -75,7 +77,7 @@ class Party:
         self.etp_group = self._cut_group("etp", setup.layout.etp)
         if self.is_trainer:
             self._make_weights()
-        elif not cuda or not setup.colocated:
+        else:
             self.landings = allocate(setup.arch, setup.table, setup.engine, index - setup.layout.world, self.device)
 
     def _cut_group(self, kind: str, size: int) -> dist.ProcessGroup | None:
@@ -91,14 +93,21 @@ class Party:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
         flat = torch.empty(sum(sizes.values()), dtype=torch.bfloat16, device=self.device)
         at, generator = self.setup.layout.at(self.index), torch.Generator(self.device)
+        files = HFFolder(self.setup.checkpoint, self.setup.arch) if self.setup.checkpoint else None
         self.weights, start = {}, 0
         for name, shape in shapes.items():
+            part = flat[start : start + sizes[name]].view(shape)
+            self.weights[name], start = part, start + sizes[name]
+            if self.setup.checkpoint:
+                part.zero_()
+                for piece in hf_pieces(name, self.setup.arch, self.setup.layout, at):
+                    part[slices(piece.local_box)] = files.read(piece.hf_name, piece.hf_box).to(part)
+                continue
             # Ranks that hold the same values must draw the same values.
             shard = (at.etp, at.ep) if ".experts." in name else (at.tp,)
             whole = len(shape) == 1 or "router" in name
             generator.manual_seed(zlib.crc32(f"{name} {at.pp} {() if whole else shard}".encode()))
-            self.weights[name] = flat[start : start + sizes[name]].view(shape).normal_(0.0, 0.02, generator=generator)
-            start += sizes[name]
+            part.normal_(0.0, 0.02, generator=generator)
 
     # --- our refit ---------------------------------------------------------------------------------------------
 

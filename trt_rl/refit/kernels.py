@@ -28,6 +28,7 @@ from trt_rl.refit.stream import Arrival
 _COPY_WORDS = tl.constexpr(4096)  # of 4 or 8 bytes, a program
 _DIGEST_WORDS = tl.constexpr(4096)  # of 8 bytes, a program
 _G, _M1, _M2 = tl.constexpr(GOLDEN), tl.constexpr(MULTIPLY_1), tl.constexpr(MULTIPLY_2)
+QUANTIZE_WARPS = 8
 _TINY = tl.constexpr(SMALLEST_SCALE)
 
 
@@ -224,8 +225,8 @@ class FusedSource(ShardSource):
             self._tables[slot.plan.number] = self._plan(slot.plan)
         narrow, wide, rows, digests, others = self._tables[slot.plan.number]
         base = slot.buffer.data_ptr()
-        narrow.launch(_quantize, base, FP32=False, warps=8)
-        wide.launch(_quantize, base, FP32=True, warps=8)
+        narrow.launch(_quantize, base, FP32=False, warps=QUANTIZE_WARPS)
+        wide.launch(_quantize, base, FP32=True, warps=QUANTIZE_WARPS)
         rows.launch(_copy, 0, base)
         for part in others:
             slot.tensor(part).copy_(self.values(part))

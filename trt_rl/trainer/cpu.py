@@ -102,6 +102,12 @@ class GroupStepAdam(torch.optim.Optimizer):
                 p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / correct1)
 
 
+def install_without_cuda() -> None:
+    """`install` where there is no CUDA; nothing where there is."""
+    if not torch.cuda.is_available():
+        install()
+
+
 def install() -> None:
     """Put every stand-in in place. Calling it twice does no harm.
 

@@ -1,0 +1,151 @@
+"""What a refit adds to vLLM's workers: where Hugging Face slices land in its live parameters, and the calls that move them.
+
+Loaded into every worker by `worker_extension_cls`. Nothing here replaces a parameter: values are written where they
+are, so CUDA graphs stay valid. Written against vLLM 0.24 on Hopper with `linear_backend="triton"` or `"cutlass"` and
+`moe_backend="triton"`, which keep weights row-major as they were loaded; other backends swap, transpose or requantize
+(`LAYOUT_KEEPING`), and the worker refuses them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import torch
+
+from trt_rl.arch import Arch
+from trt_rl.errors import RefitError
+from trt_rl.layout import EngineLayout
+from trt_rl.refit.landing import Landings, Place, expected_places
+from trt_rl.refit.member import Agreement, EngineMember
+from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
+from trt_rl.refit.stream import Refit
+
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(.+)")
+_FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2), "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
+_MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+LAYOUT_KEEPING = ("TritonFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "CutlassFP8ScaledMMLinearKernel")
+"""vLLM's FP8 linear kernels that leave weights and scales as the checkpoint has them."""
+
+
+def map_parameters(parameters: dict[str, torch.Tensor], arch: Arch, table: PrecisionTable, layout: EngineLayout, rank: int) -> Landings:
+    """Views of vLLM's live parameters under the names of a refit.
+
+    Args:
+        parameters: `model.named_parameters()` after loading.
+        rank: of this worker among all engine ranks.
+
+    Raises:
+        RefitError: a tensor of the refit has no place, or a parameter would be left unwritten.
+    """
+    expected = expected_places(arch, table, layout, layout.at(rank))
+    places, covered = {}, dict.fromkeys(parameters, 0)
+    local_experts = arch.experts // layout.ep if arch.experts else 0
+    for name, (_, box) in expected.items():
+        parameter, view = _find(name, box, expected, parameters, local_experts)
+        places[name] = Place(box, view)
+        covered[parameter] += view.numel()
+    for name, parameter in parameters.items():
+        padding = parameter.shape[0] * parameter.shape[1] - covered[name] if name in ("model.embed_tokens.weight", "lm_head.weight") else 0
+        if parameter.dim() > 0 and covered[name] + padding < parameter.numel():
+            raise RefitError(
+                f"vLLM's parameter {name} {list(parameter.shape)}: a refit would write {covered[name]} of {parameter.numel()} values"
+            )
+    return Landings(places, rank)
+
+
+def _find(name: str, box, expected, parameters, local_experts: int) -> tuple[str, torch.Tensor]:
+    if match := _EXPERT.fullmatch(name):
+        return _expert(match, box, parameters, local_experts)
+    module, leaf = name.rsplit(".", 1)
+    owner, matrix = module.rsplit(".", 1) if "." in module else ("", module)
+    rows = box[0][1] - box[0][0]
+    if matrix not in _FUSED:
+        return name, _rows(_parameter(name, name, parameters), leaf, 0, rows)
+    fused, which = _FUSED[matrix]
+    target = f"{owner}.{fused}.{leaf}"
+    start = 0
+    if leaf in ("weight", "weight_scale_inv"):
+        for other in _MEMBERS[fused][:which]:
+            side = expected[f"{owner}.{other}.{leaf}"][1][0]
+            start += side[1] - side[0]
+    return target, _rows(_parameter(target, name, parameters), leaf, start, rows)
+
+
+def _parameter(target: str, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    if target not in parameters:
+        raise RefitError(f"{name}: vLLM has no parameter {target}; is the module FP8 there as the precision table says?")
+    return parameters[target].detach()
+
+
+def _rows(parameter: torch.Tensor, leaf: str, start: int, rows: int) -> torch.Tensor:
+    if parameter.dim() == 0:  # a per-tensor scale, shared by what vLLM fuses
+        return parameter.view(1)
+    if leaf == "weight" and parameter.dim() == 2 and parameter.stride(0) == 1 and parameter.stride(1) > 1:
+        parameter = parameter.t()  # static per-tensor FP8: stored row-major, seen transposed
+    return parameter[start : start + rows]
+
+
+def _expert(match: re.Match, box, parameters, local_experts: int) -> tuple[str, torch.Tensor]:
+    at, expert, matrix, leaf = match[1], int(match[2]), match[3], match[4]
+    target = f"{at}.routed_experts.{'w2' if matrix == 'down' else 'w13'}_{leaf}"
+    whole = _parameter(target, match[0], parameters)
+    if whole.dim() == 0:
+        return target, whole.view(1)
+    mine = whole[expert % local_experts]
+    if mine.dim() == 0:
+        return target, mine.view(1)
+    rows = box[0][1] - box[0][0]
+    start = rows if matrix == "up" else 0
+    return target, mine[start : start + rows]
+
+
+class RefitExtension:
+    """Methods that vLLM's workers get. Names carry a prefix: a clash with a worker's own attribute is refused by vLLM."""
+
+    def trt_rl_agree(self, agreement: str, policy: str, first_rank: int, label: str) -> str:
+        """Build this worker's side; returns the digest of its precision table and route."""
+        agreed, arch = Agreement.from_json(agreement), Arch.load(self.vllm_config.model_config.model)
+        settings = json.loads(policy)
+        table = PrecisionTable.build(arch, PrecisionPolicy(**settings | {"exclude": tuple(settings["exclude"])}))
+        _refuse_other_layouts(self.get_model())
+        landings = map_parameters(dict(self.get_model().named_parameters()), arch, table, agreed.engine, first_rank + self.rank)
+        landings.label = label
+        self._trt_rl_member = EngineMember(agreed, arch, table, landings)
+        return self._trt_rl_member.digest
+
+    def trt_rl_join(self) -> None:
+        self._trt_rl_member.join()
+
+    def trt_rl_prepare(self) -> None:
+        self._trt_rl_member.prepare()
+
+    def trt_rl_receive(self, version: int, verify: str, full: bool) -> dict[str, Any]:
+        report = self._trt_rl_member.receive(Refit(version, verify, full))
+        torch.cuda.synchronize()
+        return report.as_dict()
+
+    def trt_rl_disconnect(self) -> None:
+        self._trt_rl_member.close()
+
+    def trt_rl_checksums(self) -> dict[str, int]:
+        """Sum of each live parameter's bytes weighted by place: to compare with an engine that loaded by itself."""
+        found = {}
+        for name, parameter in self.get_model().named_parameters():
+            raw = parameter.detach().flatten().contiguous().view(torch.uint8).long()
+            found[name] = int((raw * (torch.arange(raw.numel(), device=raw.device) % 65521 + 1)).sum())
+        return found
+
+
+def _refuse_other_layouts(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
+        if kernel is not None and type(kernel).__name__ not in LAYOUT_KEEPING:
+            raise RefitError(
+                f"vLLM runs {name} with {type(kernel).__name__}, which rearranges or requantizes weights; "
+                "start it with linear_backend=triton (or cutlass) and moe_backend=triton"
+            )
+        backend = getattr(getattr(module, "quant_method", None), "fp8_backend", None)
+        if backend is not None and getattr(backend, "name", str(backend)) != "TRITON":
+            raise RefitError(f"vLLM runs the experts of {name} with {backend}; start it with moe_backend=triton")
