@@ -11,39 +11,18 @@ import time
 import pytest
 import torch
 
-from tests.support.jobs import quantize
+from tests.support.reference import by_blocks, reference, same_bits
+from tests.support.refits import connect, move, raised, refit_engine, together
 from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, RefitError
-from trt_rl.refit.bucket import BucketWriter
-from trt_rl.refit.hf_files import HFFolder
-from trt_rl.refit.precision import PrecisionTable, scale_name
+from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
+from trt_rl.refit.stream import Refit
 from trt_rl.rollout.engine import Request, Sampling, make_engine
 from trt_rl.rollout.fp8 import BlockFP8Linear, dequantize, quantize_activations
 from trt_rl.rollout.hf import HFEngine
 from trt_rl.rollout.sampling import sample
 
 PROMPT = (5, 6, 7, 8)
-
-
-def buckets(folder, table: PrecisionTable, scale: float = 1.0):
-    """The whole checkpoint (times `scale`) as one process would send it."""
-    files, writer = HFFolder(folder, Arch.load(folder)), BucketWriter(50_000)
-    for name, shape in table.shapes.items():
-        box = tuple((0, n) for n in shape)
-        weight = files.read(name, box) * scale
-        if table.formats[name] == "bf16":
-            yield from writer.add((name, box, weight.bfloat16()))
-        else:
-            (values,), scales = quantize(shape, [(box, weight.bfloat16())])
-            yield from writer.add((name, box, values), (scale_name(name), tuple((0, n) for n in scales.shape), scales))
-    yield from writer.finish()
-
-
-def refit(engine: HFEngine, folder, version: int, scale: float = 1.0) -> None:
-    engine.begin_refit(version)
-    for bucket in buckets(folder, engine.table, scale):
-        engine.load_bucket(bucket)
-    engine.commit_refit(version)
 
 
 @pytest.fixture
@@ -53,11 +32,11 @@ def start(models):
     def make(kind: str = "dense", format: str = "bf16", load: bool = True, **options) -> HFEngine:
         folder = models(kind)
         arch = Arch.load(folder)
-        engine = make_engine("hf", str(folder), arch, PrecisionTable.build(arch, format), options)
+        engine = make_engine("hf", str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy(format)), options)
         engine.start()
         started.append(engine)
         if load:
-            refit(engine, folder, 0)
+            refit_engine(engine, folder, 0)
         return engine
 
     yield make
@@ -116,7 +95,7 @@ def test_fp8_model_holds_e4m3_and_nothing_wider(start):
 def test_block_fp8_linear_equals_a_product_written_block_by_block():
     torch.manual_seed(0)
     weight, x = torch.randn(200, 300), torch.randn(5, 300).bfloat16()
-    (values,), scales = quantize((200, 300), [(((0, 200), (0, 300)), weight)])
+    values, scales = by_blocks(weight)
     layer = BlockFP8Linear(200, 300)
     layer.weight.data, layer.weight_scale_inv.data = values, scales
     expected = torch.zeros(5, 200)
@@ -284,40 +263,97 @@ def test_nothing_is_served_before_the_first_commit_or_after_a_failure(start, mod
     engine = start(load=False)
     with pytest.raises(EngineError, match="no weights yet"):
         engine.submit([request()])
-    refit(engine, models("dense"), 0)
+    refit_engine(engine, models("dense"), 0)
     assert run(engine, request())[0].versions[0] == 0
-    engine.begin_refit(1)
-    with pytest.raises(EngineError, match="a refit to version 1 has begun"):
+
+    trainer = connect(engine, models("dense"), scale=0.5)
+    move(trainer, engine, 1)
+    with pytest.raises(EngineError, match="a refit to version 1 has begun and not committed"):
         engine.submit([request()])
-    engine.load_bucket(next(buckets(models("dense"), engine.table)))
-    with pytest.raises(RefitError, match="values arrived for version 1"):
-        engine.commit_refit(1)
-    engine.abort_refit("test")
-    with pytest.raises(EngineError, match="a refit failed: test"):
-        engine.submit([request()])
-    refit(engine, models("dense"), 1)
+    with pytest.raises(RefitError, match="commit of version 2, but version 1 was received"):
+        engine.commit_refit(2)
+    engine.commit_refit(1)
     assert engine.health()["version"] == 1 and run(engine, request())[0].versions[0] == 1
 
+    def dies():
+        trainer.close()
 
-def test_versions_only_grow_and_running_requests_forbid_a_refit(start):
+    trainer.prepare()
+    engine.prepare_refit(2)
+    error = together(dies, lambda: engine.receive_refit(Refit(2)))[1]
+    assert isinstance(error, RefitError) and str(error).startswith("trainer rank 0 stopped sending")
+    for _ in range(2):
+        with pytest.raises(EngineError, match="a refit failed: trainer rank 0 stopped sending"):
+            engine.submit([request()])
+        with pytest.raises(RefitError, match="commit of version 2, but version None was received"):
+            engine.commit_refit(2)
+    engine.disconnect_refit()
+    refit_engine(engine, models("dense"), 3)
+    assert engine.health() == {"version": 3, "poisoned": None, "alive": True} and run(engine, request())[0].versions[0] == 3
+
+
+def test_versions_only_grow_and_a_refused_one_changes_nothing(start, models):
     engine = start()
-    with pytest.raises(RefitError, match="version 0 is not newer than the engine's 0"):
-        engine.begin_refit(0)
-    engine.submit([long_request()])
+    before = run(engine, request(temperature=0.0))[0]
+    trainer = connect(engine, models("dense"), scale=0.5)
+    for version in (0, -1):
+        with pytest.raises(RefitError, match=f"version {version} is not newer than the engine's 0"):
+            engine.prepare_refit(version)
+    assert run(engine, request(temperature=0.0))[0].logprobs == before.logprobs
+    move(trainer, engine, 5)
+    engine.commit_refit(5)
+    with pytest.raises(RefitError, match="version 5 is not newer than the engine's 5"):
+        engine.prepare_refit(5)
+    engine.disconnect_refit()
+    with pytest.raises(RefitError, match="has not joined a refit group"):
+        engine.prepare_refit(6)
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep"])
+def test_running_requests_forbid_a_refit_and_the_trainer_does_not_wait(start, models, mode):
+    engine = start()
+    trainer = connect(engine, models("dense"), scale=0.5)
+    future = engine.submit([long_request()])[0]
     wait_until_running(engine)
-    with pytest.raises(RefitError, match="1 requests are running; pause the engine"):
-        engine.begin_refit(1)
-    engine.pause("drain")
-    engine.begin_refit(1)
-    with pytest.raises(RefitError, match="commit of version 2 without its begin"):
-        engine.commit_refit(2)
+    engine.pause("keep")
+    trainer.check()
+    trainer.prepare()
+    engine.prepare_refit(1)
+    if mode == "drain":
+        engine.resume()
+        engine.pause("drain")
+        assert future.result(20).versions == [0] * 240
+        raised(together(lambda: trainer.send(Refit(1)), lambda: engine.receive_refit(Refit(1))))
+        return
+    began = time.monotonic()
+    sent, error = together(lambda: trainer.send(Refit(1)), lambda: engine.receive_refit(Refit(1)))
+    assert time.monotonic() - began < trainer.agreement.meeting.timeout_s and sent.lost == [1]
+    assert isinstance(error, RefitError) and "1 requests are running; pause the engine (drain or abort)" in str(error)
 
 
 def test_the_prefix_cache_never_serves_an_old_version(start, models):
     engine = start()
     old = run(engine, request(temperature=0.0))[0]
-    refit(engine, models("dense"), 1, scale=0.5)
+    trainer = connect(engine, models("dense"), scale=0.5)
+    move(trainer, engine, 1)
+    engine.commit_refit(1)
+    before = engine.stats()["prefix_hits"]
     new = run(engine, request(temperature=0.0))[0]
+    assert engine.stats()["prefix_hits"] == before
     fresh = start(load=False)
-    refit(fresh, models("dense"), 0, scale=0.5)
+    refit_engine(fresh, models("dense"), 0, scale=0.5)
     assert new.logprobs == run(fresh, request(temperature=0.0))[0].logprobs != old.logprobs
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+def test_live_tensors_hold_the_bits_of_the_reference(start, models, kind, format):
+    engine = start(kind, format)
+    expected = reference(models(kind), engine.table)
+    assert engine.live.keys() == expected.keys()
+    assert not [name for name in expected if not same_bits(engine.live[name], expected[name])]
+    addresses = {name: view.data_ptr() for name, view in engine.live.items()}
+    refit_engine(engine, models(kind), 1, scale=0.5)
+    expected = reference(models(kind), engine.table, scale=0.5)
+    assert not [name for name in expected if not same_bits(engine.live[name], expected[name])]
+    assert addresses == {name: view.data_ptr() for name, view in engine.live.items()}

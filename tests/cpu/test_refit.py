@@ -1,4 +1,4 @@
-"""What the engine holds after a refit equals a single-process quantization of the checkpoint, bit for bit."""
+"""Arithmetic, names, precision tables and files of the refit, without processes."""
 
 from __future__ import annotations
 
@@ -11,82 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.jobs import quantize
+from tests.support.reference import by_blocks, same_bits
 from trt_rl.arch import Arch
 from trt_rl.errors import ModelError, RefitError
-from trt_rl.layout import Layout
-from trt_rl.refit.bucket import Bucket, BucketWriter
+from trt_rl.layout import EngineLayout, Layout
+from trt_rl.refit.engine_shards import violations
 from trt_rl.refit.hf_files import HFFolder, write_folder
-from trt_rl.refit.load import Loader
-from trt_rl.refit.names import hf_pieces, owns
-from trt_rl.refit.precision import PrecisionTable, scale_name
-
-LAYOUTS = {
-    "dense": [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2)],
-    "tied": [Layout(tp=2), Layout(pp=2)],
-    "moe": [Layout(ep=2, dp=2), Layout(tp=2, etp=2), Layout(tp=2, ep=2), Layout(pp=2, ep=2, dp=2), Layout(tp=2, ep=2, dp=2)],
-}
-CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
-
-
-def reference(folder, table: PrecisionTable) -> dict[str, torch.Tensor]:
-    """Quantize whole tensors of the checkpoint, written down here without the code under test."""
-    files, expected = HFFolder(folder, Arch.load(folder)), {}
-    for name, shape in table.shapes.items():
-        weight = files.read(name, tuple((0, n) for n in shape)).bfloat16()
-        if table.formats[name] == "bf16":
-            expected[name] = weight
-            continue
-        wide, scales = weight.float(), torch.empty(-(-shape[0] // 128), -(-shape[1] // 128))
-        result = torch.empty(shape, dtype=torch.float8_e4m3fn)
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                at = (slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128))
-                scale = wide[at].abs().max() / 448
-                scales[i, j] = scale if scale > 0 else 1.0
-                result[at] = (wide[at] / scales[i, j]).to(torch.float8_e4m3fn)
-        expected[name], expected[scale_name(name)] = result, scales
-    return expected
-
-
-def empty_targets(table: PrecisionTable) -> dict[str, torch.Tensor]:
-    return {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (dtype, shape) in table.wire_tensors().items()}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
-@pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{k}-{x}" for k, x in CASES])
-def test_any_layout_delivers_the_same_bits(ranks, models, kind, layout, format):
-    folder = models(kind)
-    table = PrecisionTable.build(Arch.load(folder), format)
-    targets = empty_targets(table)
-    loader = Loader(targets, version=0)
-    for buckets in ranks.run(layout.world, "tests.support.jobs:refit_buckets", str(folder), layout, format):
-        for bucket in buckets:
-            loader.load(Bucket.from_wire(bucket.manifest(), bucket.payload))
-    loader.finish()
-    for name, expected in reference(folder, table).items():
-        assert same_bits(targets[name], expected), name
-
-
-def test_blocks_shared_between_ranks_and_many_buckets_do_not_wait_for_each_other(ranks, models):
-    """The engine hears one rank after the other while those ranks exchange block maxima between themselves."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    folder = models("dense")
-    results = ranks.run(2, "tests.support.jobs:send_through_gloo", str(folder), Layout(tp=2, etp=2), 2000, store.port)
-    for name, expected in reference(folder, PrecisionTable.build(Arch.load(folder), "fp8_block")).items():
-        assert same_bits(results[0][name], expected), name
-
-
-@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
-def test_nan_is_refused_by_name(ranks, models, format):
-    job = "tests.support.jobs:refit_buckets"
-    with pytest.raises(AssertionError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight: the trainer's weight holds NaN"):
-        ranks.run(2, job, str(models("dense")), Layout(tp=2), format, "decoder.layers.0.self_attention.linear_proj.weight")
-
+from trt_rl.refit.names import hf_pieces, owns, parameters
+from trt_rl.refit.precision import BLOCK, PrecisionPolicy, PrecisionTable
+from trt_rl.refit.quantize import grid_maxima, quantize_blocks, quantize_per_tensor, scales_of, touched
 
 # --- quantization of odd blocks ---------------------------------------------------------------------------------
 
@@ -94,22 +27,26 @@ def test_nan_is_refused_by_name(ranks, models, format):
 @pytest.mark.parametrize("fill", [0.0, 1e-42, 1e-38, 3e38, -1.0])
 def test_extreme_blocks_give_finite_values(fill):
     weight = torch.full((130, 140), fill)
-    (values,), scales = quantize((130, 140), [(((0, 130), (0, 140)), weight)])
+    values, scales = quantize_blocks(((0, 130), (0, 140)), weight)
     back = values.float() * scales.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :140]
     assert torch.isfinite(values.float()).all() and torch.isfinite(scales).all() and (scales > 0).all()
     assert torch.allclose(back, weight, rtol=0.07, atol=6e-36)
+    whole = quantize_per_tensor(weight, scale := scales_of(weight.abs().amax().reshape(1)))
+    assert scale.shape == (1,) and torch.allclose(whole.float() * scale, weight, rtol=0.07, atol=6e-36)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.data())
-def test_pieces_on_one_rank_equal_the_whole(rows, columns, data):
-    torch.manual_seed(rows * 1000 + columns)
-    weight = torch.randn(rows, columns)
-    cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=4))})
-    pieces = [(((a, b), (0, columns)), weight[a:b]) for a, b in pairwise(cuts)]
-    parts, scales = quantize((rows, columns), pieces)
-    (whole,), expected = quantize((rows, columns), [(((0, rows), (0, columns)), weight)])
-    assert same_bits(torch.cat(parts), whole) and same_bits(scales, expected)
+def test_pieces_with_their_blocks_maxima_equal_the_whole(rows, columns, data):
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 1000 + columns))
+    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=3))}) for n in (rows, columns)]
+    boxes = [(r, c) for r in pairwise(cuts[0]) for c in pairwise(cuts[1])]
+    parts = [(box, weight[slice(*box[0]), slice(*box[1])]) for box in boxes]
+    maxima = grid_maxima((rows, columns), parts)
+    values, scales = by_blocks(weight)
+    for box, part in parts:
+        found, its_scales = quantize_blocks(box, part, maxima[touched(box)])
+        assert same_bits(found, values[slice(*box[0]), slice(*box[1])]) and same_bits(its_scales, scales[touched(box)])
 
 
 # --- names ------------------------------------------------------------------------------------------------------
@@ -167,69 +104,205 @@ def test_owned_pieces_tile_every_tensor_exactly_once(tp, pp, ep, style, config, 
     assert all((count == 1).all() for count in hits.values()), [n for n, c in hits.items() if not (c == 1).all()]
 
 
+@pytest.mark.parametrize("config", [TINY, TINY_MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("layout", [Layout(tp=2, etp=2), Layout(pp=2), Layout(tp=2, pp=2, ep=2, dp=2), Layout(ep=3, dp=3)], ids=str)
+def test_parameters_are_those_of_transformer_engines_layers_and_consist_of_pieces(config, layout):
+    arch = Arch.from_dict(config)
+    layout = layout if arch.experts else dataclasses.replace(layout, ep=1)
+    for at in map(layout.at, range(layout.world)):
+        found = parameters(arch, layout, at)
+        assert set(found) == set(parameter_names(arch, layout, at.pp, "te"))
+        for name, shape in found.items():
+            hits = torch.zeros(shape, dtype=torch.int32)
+            for piece in hf_pieces(name, arch, layout, at):
+                hits[tuple(slice(*side) for side in piece.local_box)] += 1
+            padding = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+            assert hits.max() == 1 and (padding or hits.min() == 1), name
+
+
 def test_an_unknown_parameter_is_refused():
     with pytest.raises(RefitError, match=r"decoder\.layers\.0\.mlp\.surprise.* has no Hugging Face counterpart"):
         hf_pieces("decoder.layers.0.mlp.surprise", Arch.from_dict(TINY), Layout(), Layout().at(0))
 
 
-# --- the transaction --------------------------------------------------------------------------------------------
+# --- which tensors are FP8 --------------------------------------------------------------------------------------
 
 
-def bucket_of(*slices) -> Bucket:
-    writer = BucketWriter(1 << 20)
-    assert not list(writer.add(*slices))
-    return next(writer.finish())
+def fp8(config: dict, **policy) -> set[str]:
+    return {n for n, f in PrecisionTable.build(Arch.from_dict(config), PrecisionPolicy(**policy)).formats.items() if f != "bf16"}
 
 
-def loader_for(**targets) -> Loader:
-    return Loader(targets, version=3)
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_per_tensor"])
+def test_linear_weights_are_fp8_and_the_rest_stays(format):
+    linear = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    for config in (TINY, TINY_MOE):
+        shapes = Arch.from_dict(config).hf_shapes()
+        assert fp8(config, format=format) == {n for n in shapes if n.split(".")[-2] in linear} != set()
+    assert fp8(TINY_MOE, format="bf16") == set()
 
 
-def test_faults_are_named():
-    ones = torch.ones(4, 4)
-    box = ((0, 4), (0, 4))
-    with pytest.raises(RefitError, match="stranger: the engine has no such tensor"):
-        loader_for(w=ones.clone()).load(bucket_of(("stranger", box, ones)))
-    with pytest.raises(RefitError, match=r"w: the engine holds torch\.float32, the trainer sent torch\.bfloat16"):
-        loader_for(w=ones.clone()).load(bucket_of(("w", box, ones.bfloat16())))
-    with pytest.raises(RefitError, match="is outside the engine's"):
-        loader_for(w=torch.ones(2, 4)).load(bucket_of(("w", box, ones)))
-    loader = loader_for(w=torch.zeros(4, 4))
-    loader.load(bucket_of(("w", ((0, 2), (0, 4)), ones[:2])))
-    with pytest.raises(RefitError, match="w: 8 of 16 values arrived for version 3"):
-        loader.finish()
-    with pytest.raises(RefitError, match="was sent twice"):
-        loader.load(bucket_of(("w", ((1, 3), (0, 4)), ones[:2])))
-    bucket = bucket_of(("w", box, ones))
-    bucket.payload[5] ^= 1
-    with pytest.raises(RefitError, match="the bytes that arrived are not those that were sent"):
-        loader_for(w=torch.zeros(4, 4)).load(bucket)
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (dict(bf16_first_layers=1), lambda n: ".layers.0." in n),
+        (dict(bf16_last_layers=2), lambda n: ".layers.2." in n or ".layers.3." in n),
+        (dict(bf16_first_layers=1, bf16_last_layers=1), lambda n: ".layers.0." in n or ".layers.3." in n),
+        (dict(bf16_attention=True), lambda n: ".self_attn." in n),
+        (dict(bf16_first_layers=9), lambda n: True),
+        (dict(exclude=("model.layers.0.*",)), lambda n: ".layers.0." in n),
+        (dict(exclude=("*.o_proj",)), lambda n: "o_proj" in n),  # a module, as in ModelOpt
+        (dict(exclude=("*.o_proj.weight",)), lambda n: "o_proj" in n),  # a tensor
+        (dict(exclude=("model.layers.[12].mlp*",)), lambda n: ".layers.1.mlp" in n or ".layers.2.mlp" in n),
+        (dict(exclude=("*.mlp.experts.*", "*.layers.3.self_attn.*")), lambda n: ".experts." in n or ".layers.3.self_attn" in n),
+    ],
+    ids=str,
+)
+def test_what_the_policy_keeps_in_bf16(policy, kept):
+    everything = fp8(TINY_MOE)
+    stays = {name for name in everything if kept(name)}
+    assert stays and fp8(TINY_MOE, **policy) == everything - stays
+    tables = [PrecisionTable.build(Arch.from_dict(TINY_MOE), PrecisionPolicy(**p)) for p in (policy, policy, {})]
+    assert tables[0].digest == tables[1].digest != tables[2].digest
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(1, 400))
-def test_buckets_carry_everything_in_bounded_size(sizes, capacity):
-    writer, sent = BucketWriter(capacity), {}
-    slices = [(f"t{i}", ((0, n),), torch.randint(0, 255, (n,), dtype=torch.uint8)) for i, n in enumerate(sizes)]
-    buckets = [b for s in slices for b in writer.add(s)] + list(writer.finish())
-    for bucket in buckets:
-        assert bucket.payload.numel() <= capacity or len(bucket.entries) == 1
-        sent |= {entry.name: tensor for entry, tensor in Bucket.from_wire(bucket.manifest(), bucket.payload).tensors()}
-    assert all(torch.equal(sent[name], tensor) for name, _, tensor in slices)
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (dict(exclude=("model.layer.0",)), r"'model\.layer\.0' matches no tensor; names look like 'model\.layers\.0\.self_attn"),
+        (
+            dict(exclude=("*.layers.1.mlp.experts.2.*",)),
+            r"splits the experts of layer 1; .*exclude all \(model\.layers\.1\.mlp\.experts\.\*\)",
+        ),
+        (dict(exclude=("*.layers.2.self_attn.k_proj",)), r"splits self_attn\.q_proj, self_attn\.k_proj, self_attn\.v_proj of layer 2"),
+        (dict(format="fp4"), r"refit\.format is 'fp4'; known formats: bf16, fp8_block, fp8_per_tensor"),
+    ],
+    ids=str,
+)
+def test_policies_that_cannot_be_are_named(policy, message):
+    with pytest.raises(RefitError, match=message):
+        PrecisionTable.build(Arch.from_dict(TINY_MOE), PrecisionPolicy(**policy))
 
 
-def test_precision_table_keeps_and_excludes():
+def test_gate_and_up_have_one_format():
+    with pytest.raises(RefitError, match=r"splits mlp\.gate_proj, mlp\.up_proj of layer 0; engines fuse them: exclude all or none"):
+        PrecisionTable.build(Arch.from_dict(TINY), PrecisionPolicy(exclude=("*.layers.0.mlp.up_proj",)))
+
+
+def test_wire_names_dtypes_and_shapes_of_scales():
+    arch = dataclasses.replace(Arch.from_dict(TINY), hidden=200, ffn=300)
+    name, tables = (
+        "model.layers.0.mlp.gate_proj",
+        {f: PrecisionTable.build(arch, PrecisionPolicy(f)) for f in ("bf16", "fp8_block", "fp8_per_tensor")},
+    )
+    wires = {f: {n: v for n, v in t.wire_tensors().items() if n.startswith(name)} for f, t in tables.items()}
+    assert wires["bf16"] == {f"{name}.weight": ("bfloat16", (300, 200))}
+    assert wires["fp8_block"] == {f"{name}.weight": ("float8_e4m3fn", (300, 200)), f"{name}.weight_scale_inv": ("float32", (3, 2))}
+    assert wires["fp8_per_tensor"] == {
+        f"{name}.weight": ("float8_e4m3fn", (300, 200)),
+        f"{name}.weight_scale": ("float32", (1,)),
+        f"{name}.input_scale": ("float32", (1,)),
+    }
+
+
+def test_what_the_table_tells_engines():
     arch = Arch.from_dict(TINY_MOE)
-    table = PrecisionTable.build(arch, "fp8_block", ("model.layers.0.*",))
-    fp8 = {n for n, f in table.formats.items() if f == "fp8_block"}
-    assert "model.layers.1.self_attn.q_proj.weight" in fp8 and "model.layers.2.mlp.experts.3.down_proj.weight" in fp8
-    kept = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "layers.0.")
-    assert not [n for n in fp8 if any(k in n for k in kept)]
-    assert table.digest != PrecisionTable.build(arch, "fp8_block").digest
-    with pytest.raises(RefitError, match=r"'model\.layer\.0' matches no tensor"):
-        PrecisionTable.build(arch, "fp8_block", ("model.layer.0",))
-    with pytest.raises(RefitError, match="splits the experts of layer 1"):
-        PrecisionTable.build(arch, "fp8_block", ("model.layers.1.mlp.experts.2.*",))
+    block = PrecisionTable.build(arch, PrecisionPolicy(bf16_first_layers=1, exclude=("*.o_proj",)))
+    kept = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"] + ["model.layers.0.mlp.gate", "model.layers.0.mlp.experts"]
+    for layer in (1, 2, 3):
+        kept += [f"model.layers.{layer}.self_attn.o_proj", f"model.layers.{layer}.mlp.gate"]
+    kept.append("lm_head")
+    assert block.bf16_modules() == kept
+    told = block.hf_quant_config()
+    assert told["producer"]["name"] == "trt_rl"
+    assert told["quantization"] == {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": None, "exclude_modules": kept, "group_size": 128}
+    assert block.quantization_config() == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "modules_to_not_convert": kept,
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    tensor = PrecisionTable.build(arch, PrecisionPolicy("fp8_per_tensor"))
+    assert tensor.hf_quant_config()["quantization"]["quant_algo"] == "FP8" and "group_size" not in tensor.hf_quant_config()["quantization"]
+    assert tensor.quantization_config()["activation_scheme"] == "static" and "weight_block_size" not in tensor.quantization_config()
+    plain = PrecisionTable.build(arch, PrecisionPolicy("bf16"))
+    assert plain.quantization_config() is None and plain.hf_quant_config()["quantization"]["quant_algo"] is None
+
+
+# --- which engine layouts can hold it ---------------------------------------------------------------------------
+
+QWEN3_30B = dict(
+    model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=4, num_attention_heads=32,
+    num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=64, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=768, norm_topk_prob=True,
+)  # fmt: skip
+ODD = TINY | dict(hidden_size=2048, num_attention_heads=12, num_key_value_heads=6, head_dim=128, intermediate_size=6144, vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "messages"),
+    [
+        (QWEN3_30B, EngineLayout(tp=2), []),
+        (QWEN3_30B, EngineLayout(tp=4, ep=2), []),
+        (QWEN3_30B, EngineLayout(tp=8, ep=8), []),  # more ranks than KV heads: each head twice
+        (
+            QWEN3_30B,
+            EngineLayout(tp=4),
+            [
+                "moe_intermediate_size = 768 is 192 on each engine rank, which is no multiple of the FP8 block of 128; "
+                "use moe_ep (rollout.parallel.ep = 4), or TP1/2"
+            ],
+        ),
+        (QWEN3_30B, EngineLayout(tp=4, ep=3), ["rollout.parallel.ep = 3 does not divide rollout.parallel.tp = 4; works: 1, 2, 4"]),
+        (QWEN3_30B | dict(num_experts=127), EngineLayout(tp=2, ep=2), ["rollout.parallel.ep = 2 does not divide the model's 127 experts; works: 1, 127"]),
+        (
+            ODD,
+            EngineLayout(tp=5, ep=5),
+            [
+                "rollout.parallel.tp = 5 does not divide the model's 12 attention heads; works: 1, 2, 3, 4, 6, 12",
+                "rollout.parallel.tp = 5 does not divide the model's 6144 MLP columns; works: ",
+                "rollout.parallel.tp = 5 neither divides nor is a multiple of the model's 6 KV heads; works: 1, 2, 3, 6, 12",
+                "rollout.parallel.ep = 5: a dense model has no experts; set it to 1",
+            ],
+        ),
+        (ODD, EngineLayout(tp=4), ["rollout.parallel.tp = 4 neither divides nor is a multiple of the model's 6 KV heads; works: 1, 2, 3, 6, 12"]),
+        (ODD | dict(vocab_size=100), EngineLayout(tp=3), ["rollout.parallel.tp = 3 does not divide the vocabulary padded to 64; use a power of two"]),
+        (
+            ODD | dict(head_dim=64),
+            EngineLayout(tp=2),
+            ["num_key_value_heads * head_dim = 384 is 192 on each engine rank, which is no multiple of the FP8 block of 128; use rollout.parallel.tp of 1, 3"],
+        ),
+        (
+            ODD | dict(intermediate_size=192 * 2),
+            EngineLayout(tp=2),
+            ["intermediate_size = 384 is 192 on each engine rank, which is no multiple of the FP8 block of 128; use rollout.parallel.tp of 1, 3"],
+        ),
+        (
+            ODD | dict(hidden_size=2000),
+            EngineLayout(tp=2),
+            ["hidden_size = 2000 is 2000 on each engine rank, which is no multiple of the FP8 block of 128; use format bf16 or fp8_per_tensor"],
+        ),
+    ],
+)  # fmt: skip
+def test_engine_layouts_that_cannot_hold_a_model_name_those_that_can(config, engine, messages):
+    arch = Arch.from_dict(config)
+    formats = PrecisionTable.build(arch, PrecisionPolicy()).formats
+    found = violations(arch, engine, formats, BLOCK, fused=False)
+    assert len(found) == len(messages) and all(f.startswith(m) for f, m in zip(found, messages, strict=True)), found
+
+
+def test_the_block_rule_concerns_fused_engines_at_any_size_and_only_what_is_fp8_block():
+    arch = Arch.from_dict(TINY)
+    table = PrecisionTable.build(arch, PrecisionPolicy())
+    assert violations(arch, EngineLayout(), table.formats, BLOCK, fused=False) == []
+    assert len(violations(arch, EngineLayout(), table.formats, BLOCK, fused=True)) == 4
+    for policy in (PrecisionPolicy("fp8_per_tensor"), PrecisionPolicy("bf16"), PrecisionPolicy(exclude=("model.layers.*",))):
+        assert violations(arch, EngineLayout(tp=2), PrecisionTable.build(arch, policy).formats, BLOCK, fused=True) == []
+    attention = PrecisionTable.build(arch, PrecisionPolicy(bf16_attention=True)).formats
+    assert [v.split(" = ")[0] for v in violations(arch, EngineLayout(tp=2), attention, BLOCK, fused=True)] == [
+        "intermediate_size",
+        "hidden_size",
+    ]
 
 
 # --- checkpoint files -------------------------------------------------------------------------------------------

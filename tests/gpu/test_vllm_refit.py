@@ -18,7 +18,14 @@ pytestmark = [
     pytest.mark.timeout(500),
 ]
 SIZES = dict(
-    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128, vocab_size=1024, num_hidden_layers=2
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=1024,
+    num_hidden_layers=2,
+    max_position_embeddings=1024,
 )
 PROMPTS = [[5, 6, 7, 8, 9], [100, 200, 300], [11] * 40]
 

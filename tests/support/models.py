@@ -22,9 +22,7 @@ SIZES = dict(
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1)
 
 
-def write_model(
-    folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 0.0, **sizes
-) -> Path:
+def write_model(folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 0.0, **sizes) -> Path:
     """`kind`: dense, tied (dense with tied embeddings) or moe. With a `spread`, each tensor has larger values than the
     one before, and a quantization scale of its own."""
     import transformers

@@ -22,6 +22,8 @@ from trt_rl.refit.route import Placement
 from trt_rl.refit.stream import Refit, Report, Verify
 from trt_rl.refit.transports.link import Meeting
 
+ONE_RANK, ONE_ENGINE = Layout(), EngineLayout()
+
 
 def megatron_parameters(folder: Path | str, layout: Layout, rank: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """What a Megatron rank of `layout` would hold of the checkpoint, in BF16."""
@@ -72,8 +74,8 @@ class Group:
     def __init__(
         self,
         folder: Path | str,
-        layout: Layout = Layout(),
-        engine: EngineLayout = EngineLayout(),
+        layout: Layout = ONE_RANK,
+        engine: EngineLayout = ONE_ENGINE,
         format: str = "fp8_block",
         bucket_bytes: int = 100_000,
         transport: str = "gloo",
@@ -83,7 +85,7 @@ class Group:
         root: str = "",
         scale: float = 1.0,
     ) -> None:
-        self.store, self.arch = open_store(), Arch.load(folder)
+        self.folder, self.store, self.arch = folder, open_store(), Arch.load(folder)
         self.table = PrecisionTable.build(self.arch, PrecisionPolicy(format))
         members = layout.world + engine.world
         meeting = Meeting("127.0.0.1", self.store.port, members, layout.world, timeout_s, folder=root)
@@ -133,12 +135,12 @@ class Group:
         return {name: place.view for name, place in self.landings[rank].places.items()}
 
 
-def connect(engine: Any, folder: Path | str, layout: Layout = Layout(), scale: float = 1.0, bucket_bytes: int = 100_000) -> TrainerMember:
+def connect(engine: Any, folder: Path | str, scale: float = 1.0) -> TrainerMember:
     """Join `engine`, a started RolloutEngine, with a trainer of one rank that holds the checkpoint times `scale`."""
     store = open_store()
     meeting = Meeting("127.0.0.1", store.port, 2, 1, 20.0)
-    agreement = Agreement(layout, EngineLayout(), bucket_bytes, "gloo", meeting)
-    weights = list(megatron_parameters(folder, layout, 0, scale).items())
+    agreement = Agreement(ONE_RANK, ONE_ENGINE, 100_000, "gloo", meeting)
+    weights = list(megatron_parameters(folder, ONE_RANK, 0, scale).items())
     trainer = TrainerMember(agreement, engine.arch, engine.table, 0, weights, input_scales=input_scales(engine.table))
     assert engine.agree_refit(agreement, 0) == [trainer.digest]
     raised(together(trainer.join, engine.join_refit))

@@ -193,8 +193,10 @@ class Party:
         link.take_counts()
         return nbytes * repeats / seconds / 1e9 if self.index else None
 
-    def copy_bandwidth(self) -> float:
-        """GB/s of a device-to-device copy, read and write counted."""
+    def copy_bandwidth(self) -> float | None:
+        """GB/s of a device-to-device copy, read and write counted; on trainer rank 0 only."""
+        if self.index:
+            return None
         size = 1 << (31 if self.device.type == "cuda" else 27)
         a, b = torch.empty(2, size, dtype=torch.uint8, device=self.device)
         b.copy_(a)

@@ -107,7 +107,8 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         parties.call("join")
         result["join_s"] = time.perf_counter() - started - result["agree_s"]
         size = min(case.bucket_bytes, 1 << 30)
-        result["link_gb_per_s"] = parties.call("link_bandwidth", size, 10)[trainers]
+        if case.transport in ("gloo", "nccl"):
+            result["link_gb_per_s"] = parties.call("link_bandwidth", size, 10)[trainers]
         result["copy_gb_per_s"] = parties.call("copy_bandwidth")[0]
         result["modelopt_gb_per_s"] = parties.call("modelopt_bandwidth")[0]
 
@@ -119,14 +120,14 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         result["bytes_on_busiest_link"] = refits[-1]["bytes_of_busiest_rank"]
         snapshot = parties.call("snapshot")
 
-        alone = [_wire(parties, 1000 + i) for i in range(3)]
-        result["wire_alone_s"] = min(alone[1:])
-        result["wire_gb_per_s"] = result["bytes_on_busiest_link"] / result["wire_alone_s"] / 1e9
+        if "link_gb_per_s" in result:
+            result["wire_alone_s"] = min([_wire(parties, 1000 + i) for i in range(3)][1:])
+            result["wire_gb_per_s"] = result["bytes_on_busiest_link"] / result["wire_alone_s"] / 1e9
+            result["wire_of_link"] = result["wire_gb_per_s"] / result["link_gb_per_s"]
         quantized = [r for r in parties.call("quantize_only", Refit(0, "off")) if r]
         result["quantize_alone_s"] = max(r["seconds"] for r in quantized)
         result["quantize_gb_per_s"] = min(r["gb_per_s"] for r in quantized)
         result["quantize_of_copy"] = result["quantize_gb_per_s"] / result["copy_gb_per_s"]
-        result["wire_of_link"] = result["wire_gb_per_s"] / result["link_gb_per_s"]
         result["peak_memory"] = parties.call("peak_memory")
         if case.baseline:
             runs = [_baseline(parties) for _ in range(3)]
@@ -209,6 +210,17 @@ def cases_from(recipe: Path | None, overrides: list[str], cpu: bool, formats: st
     if unknown := set(chosen) - set(FORMATS):
         raise RecipeError(f"--formats {', '.join(unknown)}: known formats are {', '.join(FORMATS)}")
     return [
-        Case(arch, layout, engine, replace(policy, format=format), bucket, transport, repeats, verify, transport == "ipc", baseline)
+        Case(
+            arch,
+            layout,
+            engine,
+            replace(policy, format=format),
+            bucket,
+            transport,
+            repeats,
+            verify,
+            transport == "ipc",
+            baseline and transport != "ipc",
+        )
         for format in chosen
     ]

@@ -107,9 +107,9 @@ def _block_violations(arch: Arch, layout: EngineLayout, formats: dict[str, str],
         need(".mlp.down_proj.weight", "intermediate_size", arch.ffn // tp, arch.ffn, tps(arch.ffn, arch.ffn))
     if arch.experts:
         size = arch.moe_ffn // layout.moe_tp
-        works = [p for p in divisors(arch.moe_ffn) if arch.moe_ffn // p % block == 0]
+        works = [p for p in divisors(arch.moe_ffn) if arch.moe_ffn // p % block == 0 and arch.heads % p == 0]
         fix = f"use moe_ep (rollout.parallel.ep = {tp}), or TP{'/'.join(map(str, works))}" if works else "exclude *.mlp.experts.*"
-        need(".experts.0.down_proj.weight", f"moe_intermediate_size at TP{layout.moe_tp}: {arch.moe_ffn}", size, arch.moe_ffn, fix)
+        need(".experts.0.down_proj.weight", "moe_intermediate_size", size, arch.moe_ffn, fix)
     need("down_proj.weight", "hidden_size", arch.hidden, arch.hidden, "use format bf16 or fp8_per_tensor")
     return found
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trt_rl.arch import Arch
+from trt_rl.errors import RefitError
 from trt_rl.layout import EngineLayout, Layout
 from trt_rl.refit.landing import Landings
 from trt_rl.refit.precision import PrecisionTable
@@ -81,9 +82,16 @@ class _Member:
         self.link: Link | None = None
 
     def join(self) -> None:
-        """Join the link. Collective."""
-        link = open_link(self.agreement.transport, self.agreement.meeting, self.link_member, self.route)
-        self.link = DeltaLink(link) if self.agreement.delta else link
+        """Join the link. Collective.
+
+        Raises:
+            RefitError: the transport is unknown or cannot do what was agreed, or somebody did not come.
+        """
+        transport, delta = self.agreement.transport, self.agreement.delta
+        if delta and transport not in ("gloo", "nccl"):
+            raise RefitError(f"refit.delta = true works with refit.transport gloo or nccl, not {transport}")
+        link = open_link(transport, self.agreement.meeting, self.link_member, self.route)
+        self.link = DeltaLink(link, self.route) if delta else link
 
     def close(self) -> None:
         """Leave. Whoever waits for this member hears of it."""

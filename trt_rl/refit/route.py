@@ -267,16 +267,24 @@ class _Units:
     def _split(self, name: str, box: Box) -> Iterator[Box]:
         """Row ranges of `box` that fit a bucket, cut on the block grid."""
         (top, bottom), rest = box[0], box[1:]
-        fp8 = self.table.formats[name] != "bf16"
-        row = volume(rest) * (1 if fp8 else 2) if rest else 2
-        overhead = 2 * (8 + ALIGN) + (4 * -(-volume(rest) // BLOCK) if fp8 else 0)
-        unit = BLOCK if fp8 else 1
-        rows = (self.capacity - overhead) // row // unit * unit
-        if bottom - top <= (self.capacity - overhead) // row:
+        format = self.table.formats[name]
+        row, unit = (volume(rest) * 2, 1) if format == "bf16" else (volume(rest), BLOCK)
+
+        def size(rows: int) -> int:
+            """Bytes that `rows` rows take at most: values, scales, digests."""
+            scales = {"bf16": 0, "fp8_per_tensor": 2 * (ALIGN + 8)}.get(format)
+            if scales is None:
+                scales = _align(4 * -(-rows // BLOCK) * -(-volume(rest) // BLOCK)) + 8
+            return _align(rows * row) + 8 + scales
+
+        if size(bottom - top) <= self.capacity:
             yield box
             return
-        if rows < 1:
-            need = -(-(row * unit + overhead) // 2**20)
+        rows = self.capacity // row // unit * unit
+        while rows and size(rows) > self.capacity:
+            rows -= unit
+        if not rows:
+            need = -(-size(unit) // 2**20)
             raise RefitError(
                 f"{name}: {unit} row(s) of {row} bytes do not fit a bucket of {self.capacity} bytes; set refit.bucket_mib to at least {need}"
             )

@@ -158,12 +158,12 @@ class Receiver:
             RefitError: names the sender that ended, or the tensor, slice and rank that does not hold what was sent. All
                 appointments were kept by then, unless the sender is gone.
         """
-        report, clock = Report(refit.version), Spans()
+        report, clock, lost = Report(refit.version), Spans(), set()
         arrived: tuple[Slot, int] | None = None  # received in the turn before, not loaded yet
         self.kept = False
         self.link.begin(refit)
         for turn in self.turns:
-            coming = None
+            coming, passes_on = None, turn.send and turn.send[1] not in lost
             if turn.receive:
                 coming = Slot(self.route.buckets[turn.receive[0]], self.buffers[report.buckets % 2])
                 report.buckets += 1
@@ -173,18 +173,18 @@ class Receiver:
                         self.target.fetch(coming)
             with clock("wire"):
                 exchange = self.link.exchange(
-                    Transfer(arrived[0].payload, turn.send[1], turn.send[0]) if turn.send else None,
+                    Transfer(arrived[0].payload, turn.send[1], turn.send[0]) if passes_on else None,
                     Transfer(coming.payload, turn.receive[1], turn.receive[0]) if coming else None,
                 )
             if arrived:
                 with clock("load"):
                     self._load(refit, *arrived)
             with clock("wire"):
-                if turn.send:
+                if passes_on:
                     try:
                         exchange.sent()
                     except PeerLost:
-                        report.lost.append(turn.send[1])
+                        lost.add(turn.send[1])
                 arrived = (Slot(coming.plan, exchange.received()), turn.receive[1]) if coming else None
         if arrived:
             with clock("load"):
@@ -193,7 +193,7 @@ class Receiver:
             arrivals = self.target.arrivals()
         self.link.end()
         self.kept = True  # every appointment; what follows concerns nobody else
-        report.seconds, self.buffers = clock.total, []
+        report.lost, report.seconds, self.buffers = sorted(lost), clock.total, []
         self.link.take_counts()
         self._judge(arrivals, refit, report)
         return report

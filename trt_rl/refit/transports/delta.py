@@ -1,8 +1,8 @@
 """Send only what changed: a wrapper around a link that compares grains of a bucket with those of the refit before.
 
-Each bucket travels in two messages. The notice has a fixed size: which grains changed, and the bucket's digests and
-header. The body has the changed grains one after the other, and is left out if there are none. The receiver overlays
-them on what it already holds; the digests cover whole slices, so the result is verified as any other refit's.
+Each bucket travels in two messages. The notice has a fixed size and says which grains follow. The body has the changed
+grains one after the other, and always those with the bucket's digests and header: the receiver keeps slices, not
+buckets. It overlays them on what it holds; digests cover whole slices, so the result is verified as any other refit's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from trt_rl.refit.digest import grain_digests
+from trt_rl.refit.route import Route
 from trt_rl.refit.transports.link import Exchange, Link, Transfer
 
 GRAIN = 1024  # bytes that are compared and sent together
@@ -18,8 +19,8 @@ GRAIN = 1024  # bytes that are compared and sent together
 class DeltaLink(Link):
     overlays = True
 
-    def __init__(self, inner: Link) -> None:
-        self.inner, self.device = inner, inner.device
+    def __init__(self, inner: Link, route: Route) -> None:
+        self.inner, self.route, self.device = inner, route, inner.device
         self._before: dict[int, torch.Tensor] = {}  # grain digests of what was sent last, by bucket
         self._packed: tuple[int, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._full = True
@@ -47,9 +48,14 @@ class DeltaLink(Link):
         size, grains = send.payload.numel(), _grains(send.payload)
         padded = torch.zeros(grains * GRAIN, dtype=torch.uint8)
         padded[:size] = send.payload.cpu()
+        plan = self.route.buckets[send.bucket]
+        ends = [part.offset for part in plan.slices[1:]] + [plan.data_bytes]
+        for part, end in zip(plan.slices, ends, strict=True):  # what lies between slices is left over from other buckets
+            padded[part.offset + part.nbytes : end] = 0
         digests = grain_digests(padded, GRAIN)
         before = None if self._full else self._before.get(send.bucket)
         changed = torch.ones(grains, dtype=torch.bool) if before is None else digests != before
+        changed[plan.data_bytes // GRAIN :] = True
         self._before[send.bucket] = digests
         notice = torch.cat([torch.tensor([int(changed.any())], dtype=torch.uint8), changed.to(torch.uint8)])
         body = padded.view(-1, GRAIN)[changed].flatten()

@@ -32,6 +32,13 @@ class DiskLink(Link):
         self.meeting, self.member, self.route, self.device = meeting, member, route, torch.device("cpu")
         self.root = Path(meeting.folder)
         self.root.mkdir(parents=True, exist_ok=True)
+        if member == 0:  # all join before the first version is written: what is here is of an earlier group or run
+            self._keep(0)
+
+    def _keep(self, versions: int) -> None:
+        found = sorted(self.root.glob("v" + "[0-9]" * 8))
+        for old in found[: len(found) - versions]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def begin(self, refit) -> None:
         self.version, self._written = refit.version, {}
@@ -69,8 +76,7 @@ class DiskLink(Link):
         temporary.write_text(json.dumps({"version": self.version, "trainer_rank": self.member, "files": files}))
         os.replace(temporary, manifest)
         if self.member == 0:
-            for old in sorted(self.root.glob("v*"))[:-2]:
-                shutil.rmtree(old, ignore_errors=True)
+            self._keep(2)
 
     def close(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ class GlooLink(Link):
 
     def __init__(self, meeting: Meeting, member: int, route: Route) -> None:
         self.meeting, self.device = meeting, torch.device("cpu")
+        self._exchanges: weakref.WeakSet[_GlooExchange] = weakref.WeakSet()
         try:
             self._group = dist.ProcessGroupGloo(meeting.store(), member, meeting.members, timedelta(seconds=meeting.timeout_s))
         except RuntimeError as error:
@@ -24,10 +26,15 @@ class GlooLink(Link):
 
     def exchange(self, send: Transfer | None, receive: Transfer | None) -> Exchange:
         self.sent_bytes += send.payload.numel() if send else 0
-        return _GlooExchange(self, send, receive)
+        exchange = _GlooExchange(self, send, receive)
+        self._exchanges.add(exchange)
+        return exchange
 
     def close(self) -> None:
-        self._group.shutdown()
+        # Neither shutdown() nor abort() closes sockets. They close, and peers hear of it, when the last reference goes.
+        for exchange in self._exchanges:
+            exchange.forget()
+        self._group = None
 
 
 class _GlooExchange(Exchange):
@@ -50,10 +57,16 @@ class _GlooExchange(Exchange):
             self._wait("send", PeerLost, f"{self.link.meeting.name(self.send.peer)} stopped receiving")
 
     def _wait(self, kind: str, failure: type[RefitError], text: str) -> None:
-        work = self._work[kind]
+        work = self._work.pop(kind)
         try:
             if isinstance(work, RuntimeError):
                 raise work
             work.wait()
         except RuntimeError as error:
             raise failure(f"{text}: {error}") from error
+        finally:
+            del work  # a traceback that keeps this frame would keep the sockets open
+
+    def forget(self) -> None:
+        """Drop the group's pending operations, which keep it alive."""
+        self._work.clear()

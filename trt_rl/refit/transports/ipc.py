@@ -6,6 +6,7 @@ then costs one small message each way. Handles travel as plain numbers and bytes
 
 from __future__ import annotations
 
+import contextlib
 import json
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ class IpcLink(Link):
         self._store = meeting.store()
         self._control = dist.ProcessGroupGloo(self._store, member, meeting.members, timedelta(seconds=meeting.timeout_s))
         self._own: list[torch.Tensor] = []
+        self._telling: list[tuple[dist.Work, torch.Tensor]] = []  # with the tensors, which must live until they are sent
         self._mapped: dict[int, list[torch.Tensor]] = {}
         if member < meeting.trainers:
             self._own = super().buffers(max(route.slot_bytes(member), 1))
@@ -40,23 +42,25 @@ class IpcLink(Link):
             self.sent_bytes += send.payload.numel()
             which = next(i for i, b in enumerate(self._own) if b.data_ptr() == send.payload.data_ptr())
             torch.cuda.current_stream().synchronize()  # what the receiver is told to read is written by then
-            self._tell(send.peer, _READY, which, send.payload.numel(), PeerLost)
+            self._tell(send.peer, _READY, which, send.payload.numel())
         return _IpcExchange(self, send, receive)
 
     def release(self, payload: torch.Tensor, sender: int) -> None:
         torch.cuda.current_stream().synchronize()
-        self._tell(sender, _DONE, 0, 0, RefitError)
+        self._tell(sender, _DONE, 0, 0)
 
     def mapped(self, sender: int, which: int) -> torch.Tensor:
         if sender not in self._mapped:
             self._mapped[sender] = [_import(b, self.meeting.name(sender)) for b in json.loads(self._store.get(f"ipc-{sender}"))]
         return self._mapped[sender][which]
 
-    def _tell(self, peer: int, kind: int, which: int, nbytes: int, failure: type[RefitError]) -> None:
+    def _tell(self, peer: int, kind: int, which: int, nbytes: int) -> None:
+        """Send without waiting: the peer may at this moment be sending to us. A dead peer is noticed when it is heard."""
+        message = torch.tensor([which, nbytes])
         try:
-            self._control.send([torch.tensor([which, nbytes])], peer, kind).wait()
+            self._telling.append((self._control.send([message], peer, kind), message))
         except RuntimeError as error:
-            raise failure(f"{self.meeting.name(peer)} does not answer: {error}") from error
+            raise PeerLost(f"{self.meeting.name(peer)} does not answer: {error}") from error
 
     def hear(self, peer: int, kind: int, failure: type[RefitError]) -> list[int]:
         message = torch.zeros(2, dtype=torch.int64)
@@ -65,6 +69,12 @@ class IpcLink(Link):
         except RuntimeError as error:
             raise failure(f"{self.meeting.name(peer)} does not answer: {error}") from error
         return message.tolist()
+
+    def end(self) -> None:
+        for work, _ in self._telling:
+            with contextlib.suppress(RuntimeError):  # a receiver that ended was noticed when it was not heard
+                work.wait()
+        self._telling = []
 
     def close(self) -> None:
         self._mapped, self._own = {}, []
