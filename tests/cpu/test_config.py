@@ -13,6 +13,7 @@ from trt_rl import plan
 from trt_rl.config import Recipe, dump_recipe, load_recipe, parse_recipe, valid_keys
 from trt_rl.errors import ModelError, RecipeError
 from trt_rl.layout import Layout
+from trt_rl.refit.precision import PrecisionPolicy
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples/quickstart/recipe.yaml"
@@ -103,6 +104,34 @@ def test_every_violation_is_in_one_error(models):
         assert part in str(caught.value)
 
 
+def test_engine_layouts_and_precision_are_checked_before_anything_starts(models):
+    for kind, rollout, refit, message in (
+        (
+            "moe",
+            {"parallel": {"tp": 2}},
+            {},
+            r"rollout\.parallel\.tp = 2: engine 'hf' is one process; set it to 1 and use rollout\.replicas",
+        ),
+        (
+            "moe",
+            {"parallel": {"tp": 4, "ep": 3}},
+            {},
+            r"rollout\.parallel\.ep = 3 does not divide rollout\.parallel\.tp = 4; works: 1, 2, 4",
+        ),
+        ("dense", {"parallel": {"tp": 2}}, {}, r"num_key_value_heads \* head_dim = 64 is 32 on each engine rank"),
+        ("dense", {}, {"exclude": ["*.q_proj"]}, r"refit\.exclude splits self_attn\.q_proj, self_attn\.k_proj"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            plan.check(recipe(models(kind), Layout(tp=1), rollout=rollout, refit=refit))
+
+
+def test_the_refit_section_says_what_stays_bf16(models):
+    settings = {"format": "fp8_per_tensor", "exclude": ["*.o_proj"], "bf16_first_layers": 1, "bf16_last_layers": 2, "bf16_attention": True}
+    policy = recipe(models("dense"), Layout(), refit=settings).refit.policy()
+    assert policy == PrecisionPolicy("fp8_per_tensor", ("*.o_proj",), 1, 2, True)
+    assert recipe(models("dense"), Layout()).refit.policy() == PrecisionPolicy("fp8_block")
+
+
 def test_other_models_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(RecipeError, match="model_type is 'llama'; trt_rl trains qwen3 and qwen3_moe"):
@@ -139,9 +168,12 @@ def test_parameter_counts_of_real_models(shape, expected):
     assert Arch.from_dict(config).parameters() == expected
 
 
-@pytest.mark.parametrize("module", ["trt_rl.config", "trt_rl.plan", "trt_rl.arch", "trt_rl.refit.names", "trt_rl.refit.precision"])
+@pytest.mark.parametrize(
+    "module",
+    ["config", "plan", "arch", "layout", "refit.names", "refit.precision", "refit.engine_shards", "refit.route", "rollout.capabilities"],
+)
 def test_planning_needs_no_torch(module):
-    code = f"import {module}, sys; bad = [m for m in ('torch', 'ray', 'megatron', 'transformers') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+    code = f"import trt_rl.{module}, sys; bad = [m for m in ('torch', 'ray', 'megatron', 'transformers') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -158,7 +190,7 @@ def test_packages_keep_to_their_processes():
     import ast
 
     for package, names in forbidden.items():
-        for path in (ROOT / "trt_rl" / package).glob("*.py"):
+        for path in (ROOT / "trt_rl" / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 imported = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom):
@@ -169,7 +201,7 @@ def test_packages_keep_to_their_processes():
 
 def test_drivers_and_files_stay_readable():
     assert len((ROOT / "trt_rl/train.py").read_text().splitlines()) <= 120
-    long = [p for p in (ROOT / "trt_rl").rglob("*.py") if len(p.read_text().splitlines()) > 500]
+    long = [p for folder in ("trt_rl", "tests") for p in (ROOT / folder).rglob("*.py") if len(p.read_text().splitlines()) > 500]
     assert not long
 
 

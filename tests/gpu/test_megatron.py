@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trt_rl.refit.bucket import Bucket
-from trt_rl.refit.load import Loader
 
 from tests.support.jobs import sample_batch
 from tests.support.models import write_model
+from tests.support.reference import reference, same_bits
 from trt_rl.arch import Arch
 from trt_rl.layout import Layout
-from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,17 +87,17 @@ def test_training_steps_agree_with_one_rank(ranks, models, kind, layout):
     assert abs(found[0]["ppo_kl"]) <= (0.0 if kind == "dense" else 1e-3)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_block", "fp8_per_tensor"])
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{k}-{x}" for k, x in CASES])
-def test_refit_delivers_the_bits_that_a_cpu_process_computes(ranks, models, kind, layout):
-    from tests.cpu.test_refit import empty_targets, reference, same_bits
-
+def test_buckets_hold_the_bits_that_a_cpu_process_computes(ranks, models, kind, layout, format):
     need(layout)
-    table = PrecisionTable.build(Arch.load(models(kind)), "fp8_block")
-    targets = empty_targets(table)
-    loader = Loader(targets, version=0)
-    for buckets in ranks.run(layout.world, "tests.support.jobs:refit_buckets", str(models(kind)), layout, "fp8_block"):
-        for bucket in buckets:
-            loader.load(Bucket.from_wire(bucket.manifest(), bucket.payload.cpu()))
-    loader.finish()
-    for name, expected in reference(models(kind), table).items():
-        assert same_bits(targets[name], expected), name
+    expected = reference(models(kind), PrecisionTable.build(Arch.load(models(kind)), PrecisionPolicy(format)))
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    count = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in expected.items()}
+    for slices in ranks.run(layout.world, "tests.support.refit_jobs:filled", str(models(kind)), layout, format):
+        for name, box, values in slices:
+            at = tuple(slice(*side) for side in box)
+            found[name][at] = values
+            count[name][at] += 1
+    assert all((hits == 1).all() for hits in count.values())
+    assert not [name for name in expected if not same_bits(found[name], expected[name])]

@@ -86,6 +86,7 @@ def single(box, values: torch.Tensor, amax_of: torch.Tensor | None = None):
     class Table:
         formats = {"w.weight": "fp8_block"}
 
+    source._parameters = [("w", values)]
     source.device, source.table, source.maxima, source.scales, source._tables, source._fixed = values.device, Table, {}, {}, {}, {}
     source.values = lambda part: values
     slot = Slot(plan, torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda"))

@@ -28,57 +28,56 @@ from trt_rl.refit.stream import Arrival
 _COPY_WORDS = tl.constexpr(4096)  # of 4 or 8 bytes, a program
 _DIGEST_WORDS = tl.constexpr(4096)  # of 8 bytes, a program
 _G, _M1, _M2 = tl.constexpr(GOLDEN), tl.constexpr(MULTIPLY_1), tl.constexpr(MULTIPLY_2)
-QUANTIZE_WARPS = 8
+QUANTIZE_OPTIONS = {"num_warps": 8, "maxnreg": 128}
 _TINY = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
-def _quantize(index, first, table, slot, FP32: tl.constexpr, EVEN: tl.constexpr):
+def _quantize(index, first, table, origin, slot, EVEN: tl.constexpr, SCALE: tl.constexpr):
     """One 128x128 block: read its values once, write e4m3 and its scale.
 
-    EVEN: addresses, strides and widths of all rows of the table are multiples of 16 bytes, and no piece begins inside
-    a block's columns, so that memory moves in 16-byte words.
+    origin: any parameter of the type that the table's have; addresses are relative to it, because the compiler knows how
+        a pointer that is an argument is aligned, and would move single values otherwise.
+    EVEN: every block is whole and every address and stride a multiple of 16, so that memory moves in words of 16 bytes.
+    SCALE: "own" maximum of the block, "shared" (exchanged with other ranks), or "fixed" (one scale for the tensor).
     """
     program = tl.program_id(0)
     which = tl.load(index + program)
     row = table + which * 15
     block = (program - tl.load(first + which)).to(tl.int32)
-    address, stride = tl.load(row), tl.load(row + 1)
+    address, stride = tl.load(row), tl.load(row + 1).to(tl.int32)
     rows, columns = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
     row_shift, column_shift = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
     target, wide = tl.load(row + 6), tl.load(row + 7).to(tl.int32)
     scale_at, scale_row, scale_column, scale_stride = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
     maxima, maxima_stride, fixed = tl.load(row + 12), tl.load(row + 13), tl.load(row + 14)
     block_row, block_column = block // wide, block % wide
-    r = block_row * 128 - row_shift + tl.arange(0, 128)[:, None]
-    c = block_column * 128 + tl.arange(0, 128)[None, :]
-    width = columns.to(tl.int64)
+    # Offsets inside the block fit 32 bits; the block's own corner does not.
+    top, left = block_row * 128 - row_shift, block_column * 128 - column_shift
+    r, c = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
     if EVEN:
-        address, target = tl.multiple_of(address, 16), tl.multiple_of(target, 16)
-        stride, columns, width = tl.multiple_of(stride, 16), tl.multiple_of(columns, 16), tl.multiple_of(width, 16)
-        mask = (r >= 0) & (r < rows) & (c < columns)
+        stride, columns, mask = tl.multiple_of(stride, 16), tl.multiple_of(columns, 16), None
     else:
-        c -= column_shift
-        mask = (r >= 0) & (r < rows) & (c >= 0) & (c < columns)
-    if FP32:
-        x = tl.load(address.to(tl.pointer_type(tl.float32)) + r * stride + c, mask=mask, other=0.0)
-    else:
-        x = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + r * stride + c, mask=mask, other=0.0).to(tl.float32)
-    if fixed != 0:
+        mask = (top + r >= 0) & (top + r < rows) & (left + c >= 0) & (left + c < columns)
+    corner = address + top.to(tl.int64) * stride + left
+    if EVEN:
+        corner = tl.multiple_of(corner, 16)
+    x = tl.load(origin + corner + (r * stride + c), mask=mask, other=None if EVEN else 0.0).to(tl.float32)
+    if SCALE == "fixed":
         scale = tl.load(fixed.to(tl.pointer_type(tl.float32)))
     else:
-        if maxima != 0:
+        if SCALE == "shared":
             amax = tl.load(maxima.to(tl.pointer_type(tl.float32)) + block_row * maxima_stride + block_column)
         else:
-            amax = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+            amax = tl.max(tl.abs(x).reshape(16384), axis=0)
         scale = tl.div_rn(amax, tl.full([], 448.0, tl.float32))
         scale = tl.where(scale < _TINY, 1.0, scale)
         if (scale_at >= 0) & (block_row >= scale_row) & (block_column >= scale_column):
-            out = (slot + scale_at).to(tl.pointer_type(tl.float32))
+            out = (slot + scale_at).to(tl.pointer_type(tl.float32), bitcast=True)
             tl.store(out + (block_row - scale_row) * scale_stride + block_column - scale_column, scale)
     # x / scale, correctly rounded, without a division for every value: with the correctly rounded reciprocal, one
-    # exact remainder mends the product (Markstein, "Computation of elementary functions on the IBM RISC System/6000",
-    # 1990). A power of two first keeps the remainder of small blocks out of the denormals.
+    # exact remainder mends the product (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    # processor", 1990). A power of two first keeps the remainder of small blocks out of the denormals.
     lift = tl.where(scale < 1e-20, 18446744073709551616.0, 1.0).to(tl.float32)
     divisor = scale * lift
     reciprocal = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
@@ -86,8 +85,10 @@ def _quantize(index, first, table, slot, FP32: tl.constexpr, EVEN: tl.constexpr)
     quotient = x * reciprocal
     remainder = tl.fma(-quotient, tl.zeros_like(x) + divisor, x)
     values = tl.fma(remainder, tl.zeros_like(x) + reciprocal, quotient).to(tl.float8e4nv)
-    out = (slot + target).to(tl.pointer_type(tl.float8e4nv))
-    tl.store(out + r * width + c, values, mask=mask)
+    corner = target + top.to(tl.int64) * columns + left
+    if EVEN:
+        corner = tl.multiple_of(corner, 16)
+    tl.store(slot.to(tl.pointer_type(tl.float8e4nv), bitcast=True) + corner + (r * columns + c), values, mask=mask)
 
 
 @triton.jit
@@ -169,9 +170,9 @@ class _Table:
         del self.rows, self.programs
         return self
 
-    def launch(self, kernel, *arguments, warps: int = 4, **constants) -> None:
+    def launch(self, kernel, *arguments, **constants) -> None:
         if not self.empty:
-            kernel[(self.total,)](self.index, self.first, self.table, *arguments, **constants, num_warps=warps)
+            kernel[(self.total,)](self.index, self.first, self.table, *arguments, **constants)
 
 
 class _Rows:
@@ -217,13 +218,16 @@ def _geometry(view: torch.Tensor) -> tuple[int, int, int]:
     return view.data_ptr(), stride, width
 
 
+_Kind = tuple[torch.dtype, bool, str]  # of a block: type of the parameter, whether it is EVEN, where its SCALE comes from
+
+
 class FusedSource(ShardSource):
     """Fills buckets on a GPU; the same bits as `ShardSource` in one pass over the weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.device = self._parameters[0][1].device
-        self._tables: dict[int, tuple[dict[tuple[bool, bool], _Table], _Rows, _Rows, list[Slice]]] = {}
+        self._tables: dict[int, tuple[dict[_Kind, _Table], _Rows, _Rows, list[Slice]]] = {}
         self._fixed: dict[str, torch.Tensor] = {}  # keeps addresses of exchanged maxima and scales from refit to refit
 
     def exchange(self) -> None:
@@ -245,8 +249,8 @@ class FusedSource(ShardSource):
             self._tables[slot.plan.number] = self._plan(slot.plan)
         blocks, rows, digests, others = self._tables[slot.plan.number]
         base = slot.buffer.data_ptr()
-        for (fp32, even), table in blocks.items():
-            table.launch(_quantize, base, FP32=fp32, EVEN=even, warps=QUANTIZE_WARPS)
+        for (dtype, even, scale), table in blocks.items():
+            table.launch(_quantize, self._origin(dtype), slot.buffer, EVEN=even, SCALE=scale, **QUANTIZE_OPTIONS)
         rows.launch(_copy, 0, base)
         for part in others:
             slot.tensor(part).copy_(self.values(part))
@@ -254,8 +258,8 @@ class FusedSource(ShardSource):
             slot.digests.zero_()
             digests.launch(_digest, base, slot.digests)
 
-    def _plan(self, plan: BucketPlan) -> tuple[dict[tuple[bool, bool], _Table], _Rows, _Rows, list[Slice]]:
-        blocks = {(fp32, even): _Table(self.device) for fp32 in (False, True) for even in (False, True)}
+    def _plan(self, plan: BucketPlan) -> tuple[dict[_Kind, _Table], _Rows, _Rows, list[Slice]]:
+        blocks: dict[_Kind, _Table] = {}
         rows, digests, others = _Rows(self.device), _Rows(self.device), []
         scale_of = {part.name: part for part in plan.slices}
         by_name = {name: i for i, name in enumerate(self.table.formats)}
@@ -267,9 +271,7 @@ class FusedSource(ShardSource):
                 continue
             values = self.values(part)
             if part.dtype == "float8_e4m3fn":
-                numbers = (values.data_ptr(), values.stride(0), values.shape[1], part.offset)
-                even = not part.box[1][0] % 128 and not any(n % 16 for n in numbers)
-                self._add_block(blocks[values.dtype == torch.float32, even], part, values, follows[position])
+                self._add_block(blocks, part, values, follows[position])
                 if self.table.formats[part.name] == "fp8_per_tensor":
                     for key, name in (("scale", per_tensor_scale(part.name)), ("input", input_scale(part.name))):
                         if name in scale_of:
@@ -281,22 +283,30 @@ class FusedSource(ShardSource):
                 others.append(part)
         return {key: table.done() for key, table in blocks.items()}, rows.done(), digests.done(), others
 
-    def _add_block(self, table: _Table, part: Slice, values: torch.Tensor, follower: Slice | None) -> None:
+    def _add_block(self, blocks: dict[_Kind, _Table], part: Slice, values: torch.Tensor, follower: Slice | None) -> None:
         (r0, r1), (c0, c1) = part.box
         across, down = -(-c1 // 128) - c0 // 128, -(-r1 // 128) - r0 // 128
         scale = follower if follower is not None and follower.name == scale_name(part.name) else None
         scale_at, scale_stride = (scale.offset, scale.box[1][1] - scale.box[1][0]) if scale else (-1, 0)
         maxima = maxima_stride = fixed = 0
+        kind = "own"
         if self.table.formats[part.name] == "fp8_per_tensor":
-            fixed = self.scales[part.name].data_ptr()
+            fixed, kind = self.scales[part.name].data_ptr(), "fixed"
         elif part.name in self.maxima:
-            whole = self.maxima[part.name]
+            whole, kind = self.maxima[part.name], "shared"
             maxima, maxima_stride = whole[r0 // 128 :, c0 // 128 :].data_ptr(), whole.stride(0)
-        table.add(
+        away = (values.data_ptr() - self._origin(values.dtype).data_ptr()) // values.element_size()
+        whole_blocks = not any(n % 128 for n in (r0, r1, c0, c1))
+        even = whole_blocks and not any(n % 16 for n in (values.data_ptr(), values.stride(0), away, part.offset))
+        blocks.setdefault((values.dtype, even, kind), _Table(self.device)).add(
             across * down,
-            values.data_ptr(), values.stride(0), r1 - r0, c1 - c0, r0 % 128, c0 % 128, part.offset, across,
+            away, values.stride(0), r1 - r0, c1 - c0, r0 % 128, c0 % 128, part.offset, across,
             scale_at, -(-r0 // 128) - r0 // 128, -(-c0 // 128) - c0 // 128, scale_stride, maxima, maxima_stride, fixed,
         )  # fmt: skip
+
+    def _origin(self, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter to which addresses of parameters of its type are relative."""
+        return next(p for _, p in self._parameters if p.dtype == dtype)
 
 
 class FusedLandings:
