@@ -15,6 +15,7 @@ from trt_rl import plan
 from trt_rl.config import dump_recipe, load_recipe
 from trt_rl.errors import RecipeError, TrtRlError
 from trt_rl.observe.log import console
+from trt_rl.refit.forecast import Speeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=trt_rl.__doc__)
 
@@ -60,6 +61,41 @@ def train(
     _show(summary)
     if summary["interrupted"]:
         raise typer.Exit(128 + signal.SIGINT)
+
+
+@app.command("plan")
+def plan_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    inside_gb_s: Annotated[float, typer.Option(help="GB/s between GPUs of a node, for the prediction")] = Speeds.inside_node,
+    between_gb_s: Annotated[float, typer.Option(help="GB/s between nodes, for the prediction")] = Speeds.between_nodes,
+    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Check a recipe and show the route of its refits. Needs no GPU."""
+    try:
+        resolved = load_recipe(recipe, overrides)
+        figures = plan.refit_plan(resolved, plan.check(resolved), gpus_per_node, Speeds(inside_gb_s, between_gb_s))
+    except TrtRlError as error:
+        console.print(f"{type(error).__name__}: {error}")
+        raise typer.Exit(2) from None
+    if json_output:
+        print(json.dumps({"refit": figures}, indent=1))
+        return
+    table = Table("refit", "", show_header=False, title=f"{resolved.name}: refit")
+    extra = figures.pop("extra_bytes_of_rank")
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            shown = "\n".join(f"{k}: {v / 1e9:.3f} GB" for k, v in list(value.items())[:16]) + (
+                f"\n... {len(value) - 16} more" if len(value) > 16 else ""
+            )
+        elif name.startswith(("bytes", "largest")):
+            shown = f"{value / 1e9:.3f} GB"
+        else:
+            shown = f"{value:.4f} (prediction from given link speeds)" if name == "predicted_s" else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    table.add_row("extra memory of a rank, at most", f"{max(extra.values()) / 1e9:.3f} GB (two buckets)")
+    console.print(table)
 
 
 @app.command("export")

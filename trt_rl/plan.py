@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trt_rl.arch import Arch
 from trt_rl.config import OWNED_ENGINE, OWNED_MEGATRON, Recipe
 from trt_rl.errors import ModelError, RecipeError, RefitError
 from trt_rl.layout import divisors
 from trt_rl.refit.engine_shards import violations as engine_violations
+from trt_rl.refit.forecast import Speeds, forecast
 from trt_rl.refit.precision import BLOCK, PrecisionTable
+from trt_rl.refit.route import Placement, Route
 from trt_rl.rollout.capabilities import CAPABILITIES
 
 
@@ -79,3 +83,15 @@ def _model_violations(recipe: Recipe, arch: Arch):
         yield from engine_violations(arch, engine, table.formats, BLOCK, able.fused)
     except RefitError as error:
         yield str(error)
+
+
+def refit_plan(recipe: Recipe, arch: Arch, gpus_per_node: int, speeds: Speeds) -> dict[str, Any]:
+    """The refit's precision and route, from the recipe alone; see `refit.forecast`."""
+    layout, engine = recipe.trainer.parallel.layout(), recipe.rollout.layout()
+    colocated = recipe.refit.transport == "ipc"
+    placement = Placement.packed(layout, engine, gpus_per_node, colocated)
+    table = PrecisionTable.build(arch, recipe.refit.policy())
+    relay = recipe.refit.transport not in ("ipc", "disk")
+    route = Route.build(arch, table, layout, engine, recipe.refit.bucket_mib << 20, placement, relay)
+    figures = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)}
+    return figures | forecast(route, placement, speeds)

@@ -14,6 +14,7 @@ import ray
 import transformers
 
 from trt_rl import plan
+from trt_rl.batch import make_batch
 from trt_rl.config import Recipe, dump_recipe
 from trt_rl.data.prompts import PromptSet, PromptStream, read_rows
 from trt_rl.errors import CheckpointError, DataError, ModelError, RecipeError
@@ -76,6 +77,7 @@ class Run:
             with span("start"):
                 self._start_processes()
             self._restore()
+            self._calibrate()
             self.log = MetricLog(self.folder, self.recipe.run.tensorboard, self.step)
             self.ready = True
         except BaseException:
@@ -128,6 +130,7 @@ class Run:
             raise ModelError(f"no tokenizer in {model.tokenizer or model.path}: {error}; set model.tokenizer") from error
         train = PromptSet(read_rows(data.train, "data.train"), self.tokenizer, data, "data.train")
         self.dropped = train.dropped
+        self.training_prompts = train.prompts
         self.prompts = PromptStream(train, self.recipe.seed, data.shuffle)
         self.heldout = None
         if data.validation is not None:
@@ -167,6 +170,13 @@ class Run:
         tables = {"driver": table.digest} | {f"engine {i}": digest for i, digest in enumerate(digests)}
         self.session = RefitSession(self._agreement(), self.trainer, self.pool, tables, recipe.refit.verify)
         self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
+
+    def _calibrate(self) -> None:
+        """fp8_per_tensor needs the magnitude of activations: of the policy that the run starts with, on its prompts."""
+        if self.recipe.refit.format == "fp8_per_tensor":
+            with span("calibrate"):
+                prompts = [list(p.tokens) for p in self.training_prompts[: self.recipe.refit.calibration_prompts]]
+                self.trainer.calibrate(make_batch(prompts, [[]] * len(prompts), [[]] * len(prompts)))
 
     def _agreement(self) -> Agreement:
         refit, layout, engine = self.recipe.refit, self.recipe.trainer.parallel.layout(), self.recipe.rollout.layout()

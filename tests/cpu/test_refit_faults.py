@@ -318,7 +318,9 @@ def test_a_damaged_file_is_named(written):
     group, path = written
     whole = path.read_bytes()
     group.engines[0].receive(Refit(1))
-    for damage in (whole[: len(whole) // 2], whole[:4], b"", b"x" * 100):
+    unreadable = whole.replace(b'"header":"[', b'"header":"(')
+    assert unreadable != whole
+    for damage in (whole[: len(whole) // 2], whole[:4], b"", b"x" * 100, unreadable):
         path.write_bytes(damage)
         group.engines[0].join()
         group.engines[0].prepare()

@@ -31,12 +31,13 @@ MODELS = {
 }
 BUCKET = {"dense": 140_000, "moe": 140_000, "tiny-dense": 9_000, "tiny-tied": 9_000, "tiny-moe": 9_000}  # many buckets each
 EP2, TP2XEP2 = Layout(ep=2, dp=2), Layout(tp=2, ep=2, etp=1)
+TP4XEP2 = Layout(tp=4, ep=2, etp=2)  # experts are cut by a group of their own, smaller than that of attention
 LAYOUTS = {
     "dense": [Layout(tp=2, etp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2, etp=2)],
     "moe": [Layout(tp=2, etp=2), Layout(pp=2), EP2, Layout(tp=2, pp=2, etp=2), Layout(pp=2, ep=2, dp=2), TP2XEP2],
     "tiny-dense": [Layout(tp=2, etp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2, etp=2)],
     "tiny-tied": [Layout(tp=2, etp=2), Layout(pp=2)],
-    "tiny-moe": [EP2, Layout(tp=2, etp=2), TP2XEP2, Layout(pp=2, ep=2, dp=2), Layout(tp=2, ep=2, dp=2)],
+    "tiny-moe": [EP2, Layout(tp=2, etp=2), TP2XEP2, Layout(pp=2, ep=2, dp=2), Layout(tp=2, ep=2, dp=2), TP4XEP2],
 }
 ENGINES = {
     "dense": [EngineLayout(), EngineLayout(tp=2), EngineLayout(replicas=2)],

@@ -109,11 +109,12 @@ def test_versions_follow_each_other_over_one_connection(world):
 
 
 def test_an_engine_without_memory_stays_out_and_is_invited_again_to_a_full_refit(world):
-    w = world(delta=True)
-    w.run(0)
+    w = world(delta=True, verify="sample")
+    first = w.run(0)
     w.order(w.engines.actors[1], "prepare", "memory")
     outcome = w.run(1)
     assert outcome.serving == [0] and list(outcome.failed) == [1]
+    assert outcome.verified == first.verified / 2, "a new group's first refit is verified whole"
     assert outcome.failed[1].startswith("engine 1: not enough memory for two buckets")
     w.assert_serves(0, 1)
     w.assert_serves(1, 0)  # it was refused before anything moved, so it may go on with what it has
@@ -122,7 +123,8 @@ def test_an_engine_without_memory_stays_out_and_is_invited_again_to_a_full_refit
     assert again.serving == [0, 1] and again.saved_bytes == 0
     for engine in (0, 1):
         w.assert_serves(engine, 2)
-    assert w.run(3).saved_bytes > 0
+    last = w.run(3)
+    assert last.saved_bytes > 0 and last.verified < again.verified == first.verified
 
 
 def test_an_engine_that_holds_something_else_is_poisoned_and_the_other_commits(world):

@@ -84,7 +84,8 @@ def _quantize(index, first, table, origin, slot, EVEN: tl.constexpr, SCALE: tl.c
     x = x * lift
     quotient = x * reciprocal
     remainder = tl.fma(-quotient, tl.zeros_like(x) + divisor, x)
-    values = tl.fma(remainder, tl.zeros_like(x) + reciprocal, quotient).to(tl.float8e4nv)
+    mended = tl.fma(remainder, tl.zeros_like(x) + reciprocal, quotient)
+    values = tl.where(quotient == 0.0, quotient, mended).to(tl.float8e4nv)  # mending would turn -0 into +0
     corner = target + top.to(tl.int64) * columns + left
     if EVEN:
         corner = tl.multiple_of(corner, 16)

@@ -51,6 +51,8 @@ class ShardSource:
                 if piece.hf_box not in [box for box, _ in holding.pieces]:  # tied embeddings on one rank are one tensor
                     holding.pieces.append((piece.hf_box, parameter.detach()[slices(piece.local_box)]))
                     holding.parameters.append(name)
+        self._cut = [n for n, held in self.held.items() if self.table.formats[n] == "fp8_block" and self._cuts_blocks(n, held)]
+        self._per_tensor = [n for n in self.held if self.table.formats[n] == "fp8_per_tensor"]
         self.maxima: dict[str, torch.Tensor] = {}
         """Block maxima of tensors whose pieces cut blocks: `[grid]`, over whole blocks."""
         self.scales: dict[str, torch.Tensor] = {}
@@ -64,27 +66,32 @@ class ShardSource:
             RefitError: a weight holds NaN or Inf, or an input scale is missing. Nothing was sent; engines still serve.
         """
         self._largest = self._parameter_maxima()
-        for name, format in self.table.formats.items():
-            if format == "fp8_per_tensor" and name in self.held and name not in self.input_scales:
+        for name in self._per_tensor:
+            if name not in self.input_scales:
                 raise RefitError(f"{name}: no calibrated input scale; fp8_per_tensor needs a calibration before the first refit")
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Share maxima of what several ranks hold parts of. Collective over tensor-parallel groups; `check` comes first."""
         self._share_block_maxima()
-        if self.table.format == "fp8_per_tensor":
+        if self._per_tensor:
             self._share_tensor_scales(self._largest)
 
-    def _parameter_maxima(self) -> dict[str, torch.Tensor]:
-        norms = torch._foreach_norm([p.detach() for _, p in self._parameters], ord=float("inf"))
-        together = torch.stack([n.float() for n in norms])
-        finite = torch.isfinite(together).tolist()
-        for (name, _), ok in zip(self._parameters, finite, strict=True):
-            if not ok:
+    def _parameter_maxima(self) -> torch.Tensor:
+        values = [p.detach() for _, p in self._parameters]
+        if values[0].is_cuda:
+            together = torch.stack(torch._foreach_norm(values, ord=float("inf"))).float()
+        else:  # one pass, where a norm takes several
+            together = torch.stack([torch.stack(torch.aminmax(v)).abs().max() for v in values]).float()
+        finite = torch.isfinite(together)
+        if not bool(finite.all()):
+            for (name, _), ok in zip(self._parameters, finite.tolist(), strict=True):
+                if ok:
+                    continue
                 raise RefitError(
                     f"{self._first_bad(name)}: the trainer's weight holds NaN or Inf; the refit is refused (trainer rank {self.rank})"
                 )
-        return {name: value for (name, _), value in zip(self._parameters, together, strict=True)}
+        return together
 
     def _first_bad(self, parameter: str) -> str:
         for hf_name, holding in self.held.items():
@@ -95,33 +102,30 @@ class ShardSource:
 
     def _share_block_maxima(self) -> None:
         """Exchange maxima of blocks that a cut runs through; all ranks of a group find the same tensors."""
-        self.maxima = {}
-        for name, holding in self.held.items():
-            shape = self.table.shapes[name]
-            if self.table.formats[name] != "fp8_block" or not self._cuts_blocks(name, holding, shape):
-                continue
-            self.maxima[name] = grid_maxima(shape, holding.pieces)
+        for name in self._cut:
+            self.maxima[name] = grid_maxima(self.table.shapes[name], self.held[name].pieces)
             group = self._group(name)
             if group is not None:
                 dist.all_reduce(self.maxima[name], op=dist.ReduceOp.MAX, group=group)
 
-    def _cuts_blocks(self, name: str, holding: Holding, shape: tuple[int, ...]) -> bool:
+    def _cuts_blocks(self, name: str, holding: Holding) -> bool:
         """Whether any rank's piece of the tensor cuts a block; ranks of a group hold equal shares, so all agree."""
+        shape = self.table.shapes[name]
         if not all(on_grid(box, shape) for box, _ in holding.pieces):
             return True
         covered = [sum(box[d][1] - box[d][0] for box, _ in holding.pieces) for d in range(len(shape))]
         return self._parts(name) > 1 and any(n < whole and n % 128 for n, whole in zip(covered, shape, strict=True))
 
-    def _share_tensor_scales(self, largest: dict[str, torch.Tensor]) -> None:
+    def _share_tensor_scales(self, largest: torch.Tensor) -> None:
         """One scale for all that one Megatron matrix holds (q, k and v; gate and up), as engines fuse the same.
 
         An engine that stores q, k and v under one scale would have to quantize again if theirs differed.
         """
-        names = [n for n, f in self.table.formats.items() if f == "fp8_per_tensor" and n in self.held]
-        for members in ([n for n in names if ".experts." not in n], [n for n in names if ".experts." in n]):
+        place = {name: i for i, (name, _) in enumerate(self._parameters)}
+        for members in ([n for n in self._per_tensor if ".experts." not in n], [n for n in self._per_tensor if ".experts." in n]):
             if not members:
                 continue
-            amax = torch.stack([largest[self.held[n].parameters[0]] for n in members])
+            amax = torch.stack([largest[place[self.held[n].parameters[0]]] for n in members])
             group = self._group(members[0])
             if group is not None:
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)

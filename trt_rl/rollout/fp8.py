@@ -1,7 +1,8 @@
-"""Block-FP8 layers in plain PyTorch: the numerics of a DeepGEMM or CUTLASS block-scaled product, on any device.
+"""FP8 layers in plain PyTorch: the numerics of an engine's FP8 products, on any device.
 
-Weights are e4m3 with one FP32 scale per 128x128 block; activations are quantized on the fly, one scale per
-row and 128 columns; products accumulate in FP32.
+Block: weights are e4m3 with one FP32 scale per 128x128 block; activations are quantized on the fly, one scale per row
+and 128 columns. Per tensor: one FP32 scale a weight, and one calibrated scale for the layer's input. Products
+accumulate in FP32.
 """
 
 from __future__ import annotations
@@ -61,13 +62,69 @@ class BlockFP8Experts(nn.Module):
         self.down_scale = nn.Parameter(torch.zeros(experts, *grid((hidden, ffn))), requires_grad=False)
 
     def forward(self, x_T_H: torch.Tensor, expert_T_K: torch.Tensor, weight_T_K: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(x_T_H)
         quantized = quantize_activations(x_T_H)
-        for e in expert_T_K.unique().tolist():
-            token, slot = torch.where(expert_T_K == e)
+
+        def run(e: int, token: torch.Tensor) -> torch.Tensor:
             gate, up = (quantized[token] @ w.T for w in dequantize(self.gate_up[e], self.gate_up_scale[e]))
-            # The engine's activations are BF16 between products, and the next product quantizes those.
-            inner = nn.functional.silu(gate.to(x_T_H.dtype)) * up.to(x_T_H.dtype)
-            down = quantize_activations(inner) @ dequantize(self.down[e], self.down_scale[e]).T
-            result.index_add_(0, token, down.to(x_T_H.dtype) * weight_T_K[token, slot, None])
-        return result
+            return quantize_activations(_swiglu(gate, up, x_T_H.dtype)) @ dequantize(self.down[e], self.down_scale[e]).T
+
+        return _mix_experts(x_T_H, expert_T_K, weight_T_K, run)
+
+
+def quantize_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round `x` to e4m3 with a calibrated scale `[1]`, values beyond it saturate; returned widened to FP32."""
+    return (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+class PerTensorFP8Linear(nn.Module):
+    """A bias-free linear layer that holds e4m3 values, their one scale and the calibrated scale of its input."""
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.input_scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((quantize_static(x, self.input_scale) @ self.weight.float().T) * self.weight_scale).to(x.dtype)
+
+
+class PerTensorFP8Experts(nn.Module):
+    """As `BlockFP8Experts`, with one scale a matrix and one for each matrix's input."""
+
+    def __init__(self, experts: int, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.gate_up = nn.Parameter(torch.zeros(experts, 2, ffn, hidden, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.down = nn.Parameter(torch.zeros(experts, hidden, ffn, dtype=torch.float8_e4m3fn), requires_grad=False)
+        for name, shape in (
+            ("gate_up_scale", (experts, 2)),
+            ("gate_up_input", (experts, 2)),
+            ("down_scale", (experts,)),
+            ("down_input", (experts,)),
+        ):
+            setattr(self, name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+    def forward(self, x_T_H: torch.Tensor, expert_T_K: torch.Tensor, weight_T_K: torch.Tensor) -> torch.Tensor:
+        def run(e: int, token: torch.Tensor) -> torch.Tensor:
+            gate, up = (
+                (quantize_static(x_T_H[token], self.gate_up_input[e, i]) @ self.gate_up[e, i].float().T) * self.gate_up_scale[e, i]
+                for i in range(2)
+            )
+            inner = _swiglu(gate, up, x_T_H.dtype)
+            return (quantize_static(inner, self.down_input[e]) @ self.down[e].float().T) * self.down_scale[e]
+
+        return _mix_experts(x_T_H, expert_T_K, weight_T_K, run)
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The engine's activations are BF16 between products, and the next product quantizes those."""
+    return nn.functional.silu(gate.to(dtype)) * up.to(dtype)
+
+
+def _mix_experts(x_T_H: torch.Tensor, expert_T_K: torch.Tensor, weight_T_K: torch.Tensor, run) -> torch.Tensor:
+    result = torch.zeros_like(x_T_H)
+    for e in expert_T_K.unique().tolist():
+        token, slot = torch.where(expert_T_K == e)
+        result.index_add_(0, token, run(e, token).to(x_T_H.dtype) * weight_T_K[token, slot, None])
+    return result

@@ -6,8 +6,8 @@ import torch
 import transformers
 
 from trt_rl.arch import Arch
-from trt_rl.refit.precision import PrecisionTable, scale_name
-from trt_rl.rollout.fp8 import BlockFP8Experts, BlockFP8Linear
+from trt_rl.refit.precision import PrecisionTable, input_scale, per_tensor_scale, scale_name
+from trt_rl.rollout.fp8 import BlockFP8Experts, BlockFP8Linear, PerTensorFP8Experts, PerTensorFP8Linear
 
 
 def build(model_path: str, arch: Arch, table: PrecisionTable, device: torch.device) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -35,14 +35,30 @@ def _linear_or_plain(model: torch.nn.Module, name: str, table: PrecisionTable) -
     path, _ = name.rsplit(".", 1)
     if table.formats[name] == "bf16":
         return {name: model.get_parameter(name)}
-    linear = BlockFP8Linear(*table.shapes[name])
+    if table.formats[name] == "fp8_per_tensor":
+        linear = PerTensorFP8Linear(*table.shapes[name])
+        live = {name: linear.weight, per_tensor_scale(name): linear.weight_scale, input_scale(name): linear.input_scale}
+    else:
+        linear = BlockFP8Linear(*table.shapes[name])
+        live = {name: linear.weight, scale_name(name): linear.weight_scale_inv}
     model.set_submodule(path, linear)
-    return {name: linear.weight, scale_name(name): linear.weight_scale_inv}
+    return live
 
 
 def _experts(model: torch.nn.Module, layer: int, arch: Arch, table: PrecisionTable) -> dict[str, torch.Tensor]:
     at, live = f"model.layers.{layer}.mlp.experts", {}
-    if table.formats[f"{at}.0.down_proj.weight"] == "fp8_block":  # the table gives all experts of a layer one format
+    format = table.formats[f"{at}.0.down_proj.weight"]  # the table gives all experts of a layer one format
+    if format == "fp8_per_tensor":
+        experts = PerTensorFP8Experts(arch.experts, arch.hidden, arch.moe_ffn)
+        model.set_submodule(at, experts)
+        for e in range(arch.experts):
+            places = [
+                (m, experts.gate_up[e, i], experts.gate_up_scale[e, i], experts.gate_up_input[e, i]) for i, m in enumerate(("gate", "up"))
+            ]
+            for matrix, weight, scale, inputs in (*places, ("down", experts.down[e], experts.down_scale[e], experts.down_input[e])):
+                name = f"{at}.{e}.{matrix}_proj.weight"
+                live |= {name: weight, per_tensor_scale(name): scale.view(1), input_scale(name): inputs.view(1)}
+    elif format == "fp8_block":
         experts = BlockFP8Experts(arch.experts, arch.hidden, arch.moe_ffn)
         model.set_submodule(at, experts)
         for e in range(arch.experts):

@@ -87,6 +87,10 @@ class TrainerGroup:
         """Start `method` on every rank without waiting."""
         return [actor.do.remote(method, *args) for actor in self.actors]
 
+    def calibrate(self, batch: Batch) -> None:
+        """Calibrate activations for fp8_per_tensor on every rank."""
+        self._all("calibrate", ray.put(batch))
+
     def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
         """Start one step of a refit on every rank without waiting; see `refit.session`."""
         return self.begin(f"refit_{step}", *args)

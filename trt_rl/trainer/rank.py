@@ -21,6 +21,7 @@ from trt_rl.refit.member import Agreement, TrainerMember
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.trainer import checkpoint
+from trt_rl.trainer.calibrate import calibrate
 from trt_rl.trainer.model import build_model, start_parallel_state
 from trt_rl.trainer.optimizer import make_optimizer, make_schedule, wrap
 from trt_rl.trainer.step import Pass, local_rows, logprob_pass, train_pass
@@ -87,6 +88,13 @@ class MegatronRank:
         )
 
     # --- refit: each method is one step of `refit.session` ------------------------------------------------------
+
+    def calibrate(self, batch: Batch) -> None:
+        """Find input scales for fp8_per_tensor by forward passes over `batch`."""
+        self.model.eval()
+        table = PrecisionTable.build(self.arch, self.recipe.refit.policy())
+        forward = partial(logprob_pass, [self.model], batch, self.settings)
+        self.input_scales = calibrate(self.module, self.arch, self.layout, table, self.arch.rms_eps, forward)
 
     def refit_agree(self, agreement: Agreement) -> list[str]:
         table = PrecisionTable.build(self.arch, self.recipe.refit.policy())

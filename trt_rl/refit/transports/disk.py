@@ -103,7 +103,7 @@ class _Reading(Exchange):
                     slot.tensor(part).copy_(file.get_tensor(_key(part)))
                 slot.digests.copy_(torch.tensor([digests[_key(part)] for part in slot.plan.slices]))
                 slot.header.copy_(torch.tensor(json.loads(about["header"])))
-        except (SafetensorError, KeyError, TypeError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise RefitError(f"{path} does not hold {slot.plan.where} of this route: {error}") from error
         return payload
 
