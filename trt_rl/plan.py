@@ -61,6 +61,8 @@ def _own_violations(recipe: Recipe):
         )
     if trainer.optimizer.min_lr > trainer.optimizer.lr:
         yield f"trainer.optimizer.min_lr = {trainer.optimizer.min_lr} exceeds lr = {trainer.optimizer.lr}"
+    if recipe.refit.delta and recipe.refit.transport in ("ipc", "disk"):
+        yield f"refit.delta = true works with refit.transport gloo or nccl, not {recipe.refit.transport}; turn one of them off"
     for key in trainer.megatron.keys() & OWNED_MEGATRON.keys():
         yield f"trainer.megatron.{key} is set by trt_rl from {OWNED_MEGATRON[key]}; remove it"
     for engine, owned in OWNED_ENGINE.items():

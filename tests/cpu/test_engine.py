@@ -345,7 +345,7 @@ def test_the_prefix_cache_never_serves_an_old_version(start, models):
     assert new.logprobs == run(fresh, request(temperature=0.0))[0].logprobs != old.logprobs
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_block", "fp8_per_tensor"])
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
 def test_live_tensors_hold_the_bits_of_the_reference(start, models, kind, format):
     engine = start(kind, format)

@@ -250,7 +250,7 @@ ODD = TINY | dict(hidden_size=2048, num_attention_heads=12, num_key_value_heads=
             EngineLayout(tp=4),
             [
                 "moe_intermediate_size = 768 is 192 on each engine rank, which is no multiple of the FP8 block of 128; "
-                "use moe_ep (rollout.parallel.ep = 4), or TP1/2"
+                "use moe_ep (rollout.parallel.ep = 4), or TP1/2/3/6 (of which the 32 attention heads allow 1/2)"
             ],
         ),
         (QWEN3_30B, EngineLayout(tp=4, ep=3), ["rollout.parallel.ep = 3 does not divide rollout.parallel.tp = 4; works: 1, 2, 4"]),

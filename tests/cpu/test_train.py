@@ -75,7 +75,9 @@ class Cli:
     def metrics(self) -> dict[int, dict]:
         """Training metrics by step, without timings."""
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return {m["step"]: {k: v for k, v in m.items() if not k.startswith("seconds/")} for m in lines if "loss" in m}
+        return {
+            m["step"]: {k: v for k, v in m.items() if not k.startswith("seconds/") and not k.endswith("_s")} for m in lines if "loss" in m
+        }
 
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())

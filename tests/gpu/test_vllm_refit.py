@@ -41,7 +41,7 @@ def test_live_parameters_equal_vllms_own_loading(tmp_path, kind, format):
     policy, layout = PrecisionPolicy(format), EngineLayout()
     exported = tmp_path / "exported"
     export(folder, exported, policy)
-    small = {"gpu_memory_utilization": 0.1}
+    small = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28}
 
     own = VllmProcess(VllmSetup(str(exported), layout, policy, "auto", options=small))
     try:

@@ -23,11 +23,6 @@ class _Actor:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        from trt_rl.trainer import cpu
-
-        cpu.install()  # ModelOpt imports megatron
-        import modelopt.torch.quantization.qtensor  # noqa: F401  takes seconds: not inside the first refit
-
         self.faults: dict[str, str] = {}
         self.member: TrainerMember | EngineMember | None = None
 
@@ -73,6 +68,11 @@ class TrainerActor(_Actor):
 
     def __init__(self, folder: str, layout: Layout, rank: int, format: str) -> None:
         super().__init__()
+        from trt_rl.trainer import cpu
+
+        cpu.install()  # ModelOpt imports megatron
+        import modelopt.torch.quantization.qtensor  # noqa: F401  takes seconds: not inside the first refit
+
         self.rank, self.layout, self.arch = rank, layout, Arch.load(folder)
         self.table = PrecisionTable.build(self.arch, PrecisionPolicy(format))
         self.weights = megatron_parameters(folder, layout, rank)

@@ -119,3 +119,15 @@ def refuse(folder: str, layout: Layout, format: str, parameter: str, value: floa
     except RefitError as error:
         return str(error)
     return ""
+
+
+def calibrated_input_scales(folder: str, layout: Layout) -> dict[str, float]:
+    """Input scales that a Megatron rank finds on the sample batch."""
+    from tests.support.jobs import ready_batch, recipe, sample_batch
+    from trt_rl.trainer.rank import MegatronRank
+
+    trainer = MegatronRank(recipe(folder, layout, "fp32", refit={"format": "fp8_per_tensor"}))
+    trainer.calibrate(ready_batch(sample_batch()))
+    hooks = sum(len(m._forward_pre_hooks) for m in trainer.module.modules())
+    assert hooks == 0, "calibration left hooks behind"
+    return trainer.input_scales

@@ -107,8 +107,11 @@ def _block_violations(arch: Arch, layout: EngineLayout, formats: dict[str, str],
         need(".mlp.down_proj.weight", "intermediate_size", arch.ffn // tp, arch.ffn, tps(arch.ffn, arch.ffn))
     if arch.experts:
         size = arch.moe_ffn // layout.moe_tp
-        works = [p for p in divisors(arch.moe_ffn) if arch.moe_ffn // p % block == 0 and arch.heads % p == 0]
+        works = [p for p in divisors(arch.moe_ffn) if arch.moe_ffn // p % block == 0]
+        heads = [p for p in works if arch.heads % p == 0]
         fix = f"use moe_ep (rollout.parallel.ep = {tp}), or TP{'/'.join(map(str, works))}" if works else "exclude *.mlp.experts.*"
+        if heads != works:
+            fix += f" (of which the {arch.heads} attention heads allow {'/'.join(map(str, heads))})"
         need(".experts.0.down_proj.weight", "moe_intermediate_size", size, arch.moe_ffn, fix)
     need("down_proj.weight", "hidden_size", arch.hidden, arch.hidden, "use format bf16 or fp8_per_tensor")
     return found

@@ -77,7 +77,7 @@ class Landings:
         for part, value in zip(slot.plan.slices, sent, strict=True):
             live = self.view(part)
             live.copy_(slot.tensor(part))
-            if verify and digest(raw_bytes(live)) != value:
+            if verify and digest(raw_bytes(live).cpu()) != value:
                 wrong.append(part)
         self._arrived.append(Arrival(slot.plan, slot.header.tolist(), wrong, len(sent) if verify else 0))
 

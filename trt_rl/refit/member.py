@@ -52,6 +52,11 @@ class Agreement:
             raw["delta"],
         )
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether buckets are in GPU memory; gloo and disk keep them in the host's, where ModelOpt's path fills them."""
+        return self.transport in ("nccl", "ipc")
+
     def label(self, engine_rank: int) -> str:
         """What errors call the `engine_rank`-th engine rank of this group."""
         return self.meeting.name(self.trainer.world + engine_rank)
@@ -117,7 +122,7 @@ class TrainerMember(_Member):
         super().__init__(agreement, arch, table, rank)
         named_parameters, self.rank = list(named_parameters), rank
         kind = ShardSource
-        if named_parameters[0][1].is_cuda:
+        if named_parameters[0][1].is_cuda and agreement.on_gpu:
             from trt_rl.refit.kernels import FusedSource as kind
         groups = tp_group, etp_group
         self.source = kind(arch, agreement.trainer, rank, table, self.route, named_parameters, *groups, input_scales or {})
@@ -147,7 +152,7 @@ class EngineMember(_Member):
         super().__init__(agreement, arch, table, agreement.trainer.world + landings.rank)
         landings.check(self.route)
         self.target = landings
-        if any(place.view.is_cuda for place in landings.places.values()):
+        if agreement.on_gpu and any(place.view.is_cuda for place in landings.places.values()):
             from trt_rl.refit.kernels import FusedLandings
 
             self.target = FusedLandings(landings)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trt_rl.errors import RefitError
 from trt_rl.refit.digest import digest
 from trt_rl.refit.route import HEADER_BYTES, BucketPlan, Slice
 
@@ -42,15 +41,6 @@ class Slot:
 
     def write_header(self, version: int, route_digest: int) -> None:
         self.header.copy_(torch.tensor([version, self.plan.number, route_digest, 0]))
-
-    def check_header(self, header: list[int], version: int, route_digest: int) -> None:
-        """Raises:
-        RefitError: the header says that something else arrived than the route foresaw.
-        """
-        if header != [version, self.plan.number, route_digest, 0]:
-            raise RefitError(
-                f"{self.plan.where}: expected version {version}, bucket {self.plan.number}; its header says {header[0]}, {header[1]}"
-            )
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
