@@ -208,8 +208,8 @@ class Receiver:
             if arrival.header != expected:
                 raise RefitError(
                     f"{arrival.plan.where} arrived at {self.target.label} as version {arrival.header[0]}, bucket "
-                    f"{arrival.header[1]} of route {arrival.header[2]:x}; expected version {refit.version}, bucket "
-                    f"{arrival.plan.number} of route {self.route.digest:x}"
+                    f"{arrival.header[1]}; expected version {refit.version}, bucket {arrival.plan.number}"
+                    + (", and it follows another route" if arrival.header[2] != self.route.digest else "")
                 )
         wrong = [(arrival.plan, part) for arrival in arrivals for part in arrival.mismatches]
         if wrong:
