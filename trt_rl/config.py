@@ -98,7 +98,7 @@ class EngineParallel(Section):
 
 
 class RolloutSettings(Section):
-    engine: Literal["hf"] = "hf"
+    engine: Literal["hf", "vllm"] = "hf"
     """The only key that changes to switch engines; each has a dict of its own options below."""
     replicas: Positive = 1
     parallel: EngineParallel = EngineParallel()
@@ -112,6 +112,8 @@ class RolloutSettings(Section):
     """Stop tokens besides the tokenizer's end-of-sequence token."""
     hf: dict[str, Any] = {}
     """Options of `trt_rl.rollout.hf.HFEngine`, e.g. max_batch."""
+    vllm: dict[str, Any] = {}
+    """Fields of vLLM's AsyncEngineArgs, e.g. gpu_memory_utilization."""
 
     def layout(self) -> EngineLayout:
         return EngineLayout(self.parallel.tp, self.parallel.ep, self.replicas)
@@ -276,7 +278,16 @@ OWNED_MEGATRON = {
     ),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "nothing: dropout would make old and new log-probs differ"),
 }  # fmt: skip
-OWNED_ENGINE = {"hf": {"arch": "model.path", "table": "refit", "dtype": "refit.format"}}
+OWNED_ENGINE = {
+    "hf": {"arch": "model.path", "table": "refit", "layout": "rollout.parallel", "dtype": "refit.format"},
+    "vllm": {
+        **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "model.path (engines take and give token ids)"),
+        **dict.fromkeys(("tensor_parallel_size", "enable_expert_parallel"), "rollout.parallel"),
+        **dict.fromkeys(("quantization", "load_format", "dtype"), "refit.format (weights come with the first refit)"),
+        **dict.fromkeys(("generation_config", "logprobs_mode"), "rollout.sampling"),
+        **dict.fromkeys(("worker_extension_cls", "disable_log_stats"), "nothing: the adapter needs it so"),
+    },
+}
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -15,6 +15,7 @@ from tests.support.reference import by_blocks, reference, same_bits
 from tests.support.refits import connect, move, raised, refit_engine, together
 from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, RefitError
+from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.engine import Request, Sampling, make_engine
@@ -32,7 +33,7 @@ def start(models):
     def make(kind: str = "dense", format: str = "bf16", load: bool = True, **options) -> HFEngine:
         folder = models(kind)
         arch = Arch.load(folder)
-        engine = make_engine("hf", str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy(format)), options)
+        engine = make_engine("hf", str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy(format)), EngineLayout(), options)
         engine.start()
         started.append(engine)
         if load:
@@ -182,9 +183,9 @@ def test_bad_requests_are_one_clear_error(start):
         with pytest.raises(EngineError, match=message):
             engine.submit([bad])
     with pytest.raises(EngineError, match="unknown; engines: hf"):
-        make_engine("nope", "", engine.arch, engine.table, {})
+        make_engine("nope", "", engine.arch, engine.table, EngineLayout(), {})
     with pytest.raises(EngineError, match=r"rollout\.hf\.max_bach is no option of this engine; its options: max_batch"):
-        make_engine("hf", "", engine.arch, engine.table, {"max_bach": 1})
+        make_engine("hf", "", engine.arch, engine.table, EngineLayout(), {"max_bach": 1})
 
 
 # --- control ----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class PrecisionPolicy:
 class PrecisionTable:
     """`formats` maps every HF tensor name to one of `FORMATS`."""
 
-    format: str
+    policy: PrecisionPolicy
     formats: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
 
@@ -78,7 +78,12 @@ class PrecisionTable:
                 raise RefitError(
                     f"refit.exclude splits the experts of layer {layer}; engines fuse them: exclude all ({at}mlp.experts.*) or none"
                 )
-        return cls(policy.format, formats, shapes)
+        return cls(policy, formats, shapes)
+
+    @property
+    def format(self) -> str:
+        """Of weights that do not stay BF16."""
+        return self.policy.format
 
     def scales(self, name: str) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the FP32 scales that travel with weight `name`."""

@@ -40,7 +40,8 @@ class Slot:
         return self.raw(part).view(getattr(torch, part.dtype)).view([stop - start for start, stop in part.box])
 
     def write_header(self, version: int, route_digest: int) -> None:
-        self.header.copy_(torch.tensor([version, self.plan.number, route_digest, 0]))
+        for word, value in zip(self.header, (version, self.plan.number, route_digest, 0), strict=True):
+            word.fill_(value)  # where a copy from the host would wait for the GPU
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class EngineActor:
         arch = Arch.load(recipe.model.path)
         table = PrecisionTable.build(arch, recipe.refit.policy())
         options = getattr(recipe.rollout, recipe.rollout.engine)
-        self.engine = make_engine(recipe.rollout.engine, recipe.model.path, arch, table, options)
+        self.engine = make_engine(recipe.rollout.engine, recipe.model.path, arch, table, recipe.rollout.layout(), options)
         await asyncio.to_thread(self.engine.start)
         return table.digest
 

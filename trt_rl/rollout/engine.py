@@ -16,6 +16,7 @@ from typing import Any, Literal
 from trt_rl.arch import Arch
 from trt_rl.config import SamplingSettings
 from trt_rl.errors import EngineError
+from trt_rl.layout import EngineLayout
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
@@ -70,6 +71,18 @@ class Completion:
     versions: list[int] = field(default_factory=list)
     """Weight version that sampled each token."""
     finish: Literal["stop", "length", "abort"] = "length"
+
+
+def request_problem(request: Request, arch: Arch) -> str | None:
+    """What is wrong with a request, whatever the engine; None if nothing is."""
+    prompt, limit = request.prompt, arch.max_positions
+    if not prompt:
+        return "the prompt is empty"
+    if bad := [t for t in prompt if not 0 <= t < arch.vocab]:
+        return f"token id {bad[0]} is outside the vocabulary of {arch.vocab}"
+    if (problem := request.sampling.problem()) is None and len(prompt) + request.sampling.max_tokens > limit:
+        problem = f"prompt of {len(prompt)} + max_tokens {request.sampling.max_tokens} exceeds the model's {limit} positions"
+    return problem
 
 
 class RolloutEngine(ABC):
@@ -161,10 +174,12 @@ class RolloutEngine(ABC):
         """End the engine; waiting requests fail with an EngineError."""
 
 
-ENGINES = {"hf": "trt_rl.rollout.hf:HFEngine"}
+ENGINES = {"hf": "trt_rl.rollout.hf:HFEngine", "vllm": "trt_rl.rollout.vllm:VllmEngine"}
 
 
-def make_engine(name: str, model_path: str, arch: Arch, table: PrecisionTable, options: dict[str, Any]) -> RolloutEngine:
+def make_engine(
+    name: str, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, options: dict[str, Any]
+) -> RolloutEngine:
     """Import the engine's module, only now, and construct it.
 
     Raises:
@@ -179,7 +194,9 @@ def make_engine(name: str, model_path: str, arch: Arch, table: PrecisionTable, o
         raise EngineError(f"rollout.engine = {name!r} cannot be imported here: {error}") from error
     if missing := {f for f in table.formats.values() if f not in kind.capabilities.formats}:
         raise EngineError(f"rollout.engine = {name!r} cannot hold {', '.join(missing)}; it holds {', '.join(kind.capabilities.formats)}")
-    allowed = list(inspect.signature(kind).parameters)[3:]
-    if unknown := sorted(options.keys() - set(allowed)):
+    parameters = inspect.signature(kind).parameters
+    allowed = list(parameters)[4:]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())  # the library checks its own names
+    if not takes_any and (unknown := sorted(options.keys() - set(allowed))):
         raise EngineError(f"rollout.{name}.{unknown[0]} is no option of this engine; its options: {', '.join(allowed)}")
-    return kind(model_path, arch, table, **options)
+    return kind(model_path, arch, table, layout, **options)

@@ -21,12 +21,13 @@ import torch
 from trt_rl import cpu_gemm
 from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, RefitError
+from trt_rl.layout import EngineLayout
 from trt_rl.refit.landing import Landings, Place
 from trt_rl.refit.member import Agreement, EngineMember
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
-from trt_rl.rollout.engine import Completion, Request, RolloutEngine
+from trt_rl.rollout.engine import Completion, Request, RolloutEngine, request_problem
 from trt_rl.rollout.hf_model import SlotCache, build
 from trt_rl.rollout.sampling import sample
 
@@ -66,6 +67,7 @@ class HFEngine(RolloutEngine):
         model_path: str,
         arch: Arch,
         table: PrecisionTable,
+        layout: EngineLayout,
         max_batch: int = 512,
         prefill_tokens: int = 8192,
         prefix_cache_prompts: int = 256,
@@ -93,7 +95,7 @@ class HFEngine(RolloutEngine):
         self._member: EngineMember | None = None
         self._received: int | None = None  # verified, not committed
         self._turn = threading.Condition()
-        self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "prefix_hits", "decode_passes"), 0)
+        self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "prefix_hits", "decode_passes"), 0)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -130,7 +132,8 @@ class HFEngine(RolloutEngine):
     def submit(self, requests: list[Request]) -> list[Future]:
         """Queue requests in one go, so that a batch does not depend on how fast they arrive."""
         for request in requests:
-            self._refuse_bad(request)
+            if (problem := request_problem(request, self.arch)) is not None:
+                raise EngineError(f"request {request.id}: {problem}")
         jobs = [_Job(r, Future(), Completion(r.id), random.Random(r.sampling.seed)) for r in requests]
         with self._turn:
             if self.poisoned or self._stopping:
@@ -139,18 +142,6 @@ class HFEngine(RolloutEngine):
             self._stats["requests"] += len(jobs)
             self._turn.notify_all()
         return [job.result for job in jobs]
-
-    def _refuse_bad(self, request: Request) -> None:
-        prompt, limit = request.prompt, self.arch.max_positions
-        problem = request.sampling.problem()
-        if not prompt:
-            problem = "the prompt is empty"
-        elif bad := [t for t in prompt if not 0 <= t < self.arch.vocab]:
-            problem = f"token id {bad[0]} is outside the vocabulary of {self.arch.vocab}"
-        elif len(prompt) + request.sampling.max_tokens > limit:
-            problem = f"prompt of {len(prompt)} + max_tokens {request.sampling.max_tokens} exceeds the model's {limit} positions"
-        if problem:
-            raise EngineError(f"request {request.id}: {problem}")
 
     def abort(self, request_id: str) -> None:
         with self._turn:
@@ -309,6 +300,7 @@ class HFEngine(RolloutEngine):
             by_prompt.setdefault(job.request.prompt, []).append(job)
         missing = sorted((p for p in by_prompt if p not in self._prefixes), key=len)
         self._stats["prefix_hits"] += len(jobs) - len(missing)
+        self._stats["cached_tokens"] += sum(len(job.request.prompt) for job in jobs) - sum(map(len, missing))
         known: dict[tuple[int, ...], _Prefix] = {p: self._prefixes[p] for p in by_prompt if p in self._prefixes}
         while missing:
             count = max(1, self.prefill_tokens // len(missing[-1]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import torch
@@ -122,12 +123,18 @@ class RefitExtension:
         self._trt_rl_member.prepare()
 
     def trt_rl_receive(self, version: int, verify: str, full: bool) -> dict[str, Any]:
-        report = self._trt_rl_member.receive(Refit(version, verify, full))
-        torch.cuda.synchronize()
+        """The report of this rank, or `{"failure": reason}`: vLLM would pass an exception on without its type."""
+        try:
+            report = self._trt_rl_member.receive(Refit(version, verify, full))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except RefitError as error:
+            return {"failure": str(error)}
         return report.as_dict()
 
     def trt_rl_disconnect(self) -> None:
-        self._trt_rl_member.close()
+        if getattr(self, "_trt_rl_member", None) is not None:
+            self._trt_rl_member.close()
 
     def trt_rl_checksums(self) -> dict[str, int]:
         """Sum of each live parameter's bytes weighted by place: to compare with an engine that loaded by itself."""
@@ -136,6 +143,21 @@ class RefitExtension:
             raw = parameter.detach().flatten().contiguous().view(torch.uint8).long()
             found[name] = int((raw * (torch.arange(raw.numel(), device=raw.device) % 65521 + 1)).sum())
         return found
+
+
+def keep_weights_on_cpu() -> None:
+    """On a CPU vLLM packs linear weights after loading and drops the originals, which a refit writes. Keep them instead.
+
+    Takes effect when this module is imported in a worker, before the model is loaded; does nothing on a GPU.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    if current_platform.is_cpu():
+        utils.dispatch_cpu_unquantized_gemm = plain
 
 
 def _refuse_other_layouts(model: torch.nn.Module) -> None:
@@ -149,3 +171,7 @@ def _refuse_other_layouts(model: torch.nn.Module) -> None:
         backend = getattr(getattr(module, "quant_method", None), "fp8_backend", None)
         if backend is not None and getattr(backend, "name", str(backend)) != "TRITON":
             raise RefitError(f"vLLM runs the experts of {name} with {backend}; start it with moe_backend=triton")
+
+
+if "vllm" in sys.modules:  # imported by a worker, not by a test of the mapping
+    keep_weights_on_cpu()

@@ -1,0 +1,53 @@
+"""Engines that can run here, each started once and given weights by a refit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.models import write_model
+from tests.support.refits import refit_engine
+from trt_rl.arch import Arch
+from trt_rl.layout import EngineLayout
+from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
+from trt_rl.rollout.engine import make_engine
+
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, num_hidden_layers=2,
+    max_position_embeddings=512,
+)  # fmt: skip
+OPTIONS = {
+    "hf": {},
+    "vllm": {"enforce_eager": True, "max_num_seqs": 64, "block_size": 32, "enable_prefix_caching": True}
+    | ({} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 28}),
+}
+NEEDS = {"hf": "transformers", "vllm": "vllm"}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    made = write_model(tmp_path_factory.mktemp("contract") / "dense", "dense", torch.bfloat16, **SIZES)
+    tensors = load_file(made / "model.safetensors")
+    # Weights of a trained model's size: larger ones would amplify BF16 rounding beyond what a contract can ask for.
+    smaller = {name: tensor * 0.4 if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+    save_file(smaller, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="session", params=["hf", "vllm"])
+def engine(request, folder):
+    """A started engine that serves version 0 of the checkpoint in BF16."""
+    name = request.param
+    if importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{name} is not installed here; `tests/run.sh --vllm` installs a CPU build of vLLM in an environment of its own")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    arch = Arch.load(folder)
+    started = make_engine(name, str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy("bf16")), EngineLayout(), OPTIONS[name])
+    started.start()
+    refit_engine(started, folder, 0)
+    yield started
+    started.stop()

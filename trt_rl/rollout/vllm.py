@@ -1,0 +1,230 @@
+"""vLLM behind the engine interface: `AsyncLLM`, token ids in and out, weights written in place by a refit.
+
+The engine lives on an event loop of its own, so that every method may be called from any thread. vLLM keeps its own
+processes for the engine core and the workers; `vllm_worker.RefitExtension` is loaded into each worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from trt_rl.arch import Arch
+from trt_rl.errors import EngineError, RefitError
+from trt_rl.layout import EngineLayout
+from trt_rl.refit.member import Agreement
+from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.stream import Refit
+from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
+from trt_rl.rollout.engine import Completion, Request, RolloutEngine, request_problem
+
+_PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
+_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+# Kernels that rearrange or requantize weights after loading; a refit writes them as the checkpoint has them.
+_ENVIRONMENT = {
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_MOE_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+}
+_WAIT_S = 600.0  # for one answer of vLLM to a control call
+
+
+class VllmEngine(RolloutEngine):
+    capabilities = CAPABILITIES["vllm"]
+
+    def __init__(self, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, **options: Any) -> None:
+        """
+        Args:
+            options: fields of vLLM's `AsyncEngineArgs`, under its names, e.g. gpu_memory_utilization, max_num_seqs.
+        """
+        self.model_path, self.arch, self.table, self.layout, self.options = model_path, arch, table, layout, options
+        self.version: int | None = None
+        self.poisoned: str | None = "no weights yet: the first refit has not committed"
+        self._received: int | None = None
+        self._running: set[str] = set()
+        self._paused = False
+        self._lock = threading.Lock()
+        self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens"), 0)
+
+    # --- life --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        os.environ.update({key: os.environ.get(key, value) for key, value in _ENVIRONMENT.items()})
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings = self.engine_args()
+        try:
+            arguments = AsyncEngineArgs(**settings)
+        except TypeError as error:
+            raise EngineError(f"rollout.vllm: {error}; options are the fields of vLLM's AsyncEngineArgs") from error
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True).start()
+
+        async def build() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(arguments)
+
+        try:
+            self._llm = self._wait(build())
+        except (RuntimeError, ValueError) as error:  # what vLLM and pydantic raise on settings that do not fit
+            raise EngineError(f"vLLM did not start: {error}") from error
+
+    def engine_args(self) -> dict[str, Any]:
+        """What vLLM is started with: our arguments, and the recipe's own beside them."""
+        quantization = self.table.quantization_config()
+        overrides = dict(self.options.get("hf_overrides") or {})
+        if quantization is not None:
+            overrides["quantization_config"] = quantization
+        backend = {"linear_backend": "triton", "moe_backend": "triton"} if torch.cuda.is_available() and quantization else {}
+        longest = {"max_model_len": self.arch.max_positions}
+        return {
+            **longest,
+            **backend,
+            **self.options,
+            "model": self.model_path,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",  # weights come with the first refit
+            "dtype": "bfloat16",
+            "tensor_parallel_size": self.layout.tp,
+            "enable_expert_parallel": self.layout.ep > 1,
+            "hf_overrides": overrides,
+            "generation_config": "vllm",  # no sampling defaults from the checkpoint: the recipe's are the only ones
+            "logprobs_mode": "processed_logprobs",  # under the distribution that sampled, temperature included
+            "worker_extension_cls": "trt_rl.rollout.vllm_worker.RefitExtension",
+            "disable_log_stats": True,
+        }
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def health(self) -> dict[str, Any]:
+        return {"version": self.version, "poisoned": self.poisoned, "alive": not self._llm.errored}
+
+    def stats(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._stats)
+
+    def _wait(self, work: Coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call every worker; the answer of each, in order of ranks."""
+        answers = self._wait(self._llm.collective_rpc(method, args=args))
+        if len(answers) != self.layout.tp:
+            raise RefitError(f"{len(answers)} of {self.layout.tp} vLLM workers answered {method}")
+        return answers
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._generate(request), self._loop))
+
+    async def _generate(self, request: Request) -> Completion:
+        from vllm import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if (problem := request_problem(request, self.arch)) is not None:
+            raise EngineError(f"request {request.id}: {problem}")
+        if self.poisoned:
+            raise EngineError(f"the engine serves nothing: {self.poisoned}")
+        sampling = request.sampling
+        parameters = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop tokens are the caller's
+            logprobs=0,  # of the sampled token, no others
+            detokenize=False,
+        )
+        done, version = Completion(request.id), self.version
+        self._running.add(request.id)
+        try:
+            prompt = {"prompt_token_ids": list(request.prompt)}
+            async for output in self._llm.generate(prompt, parameters, request_id=request.id):
+                last = output
+        except EngineDeadError as error:
+            self.poisoned = f"vLLM's engine process ended: {error}"
+            raise EngineError(f"request {request.id}: {self.poisoned}") from error
+        finally:
+            self._running.discard(request.id)
+        result = last.outputs[0]
+        done.tokens = list(result.token_ids)
+        done.logprobs = [entry[token].logprob for entry, token in zip(result.logprobs or [], done.tokens, strict=True)]
+        done.versions = [version] * len(done.tokens)
+        done.finish = _FINISH.get(result.finish_reason, "abort")
+        with self._lock:
+            self._stats["requests"] += 1
+            self._stats["generated_tokens"] += len(done.tokens)
+            self._stats["prefill_tokens"] += len(request.prompt)
+            self._stats["cached_tokens"] += last.num_cached_tokens or 0
+        return done
+
+    def abort(self, request_id: str) -> None:
+        self._wait(self._llm.abort(request_id))
+
+    def pause(self, mode: PauseMode) -> None:
+        if mode not in _PAUSE:
+            raise EngineError(f"pause mode {mode!r} is unknown; modes: {', '.join(_PAUSE)}")
+        self._wait(self._llm.pause_generation(mode=_PAUSE[mode], clear_cache=False))
+
+    def resume(self) -> None:
+        self._wait(self._llm.resume_generation())
+
+    # --- refit -------------------------------------------------------------------------------------------------
+
+    def agree_refit(self, agreement: Agreement, replica: int) -> list[str]:
+        first = replica * self.layout.tp
+        policy = json.dumps(asdict(self.table.policy))
+        return self._rpc("trt_rl_agree", agreement.to_json(), policy, first, agreement.label(first))
+
+    def join_refit(self) -> None:
+        self._rpc("trt_rl_join")
+
+    def prepare_refit(self, version: int) -> None:
+        if self.version is not None and version <= self.version:
+            raise RefitError(f"version {version} is not newer than the engine's {self.version}")
+        self._rpc("trt_rl_prepare")
+
+    def receive_refit(self, refit: Refit) -> list[dict[str, Any]]:
+        if self._running:
+            self._rpc("trt_rl_disconnect")  # the trainer must not wait for this engine
+            raise RefitError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before a refit")
+        self.poisoned = f"a refit to version {refit.version} has begun and not committed"
+        try:
+            reports = self._rpc("trt_rl_receive", refit.version, refit.verify, refit.full)
+            failures = [answer["failure"] for answer in reports if "failure" in answer]
+            if failures:
+                raise RefitError("; ".join(failures))
+        except Exception as error:  # whatever it was, some live tensors may be of the new version
+            self.poisoned = f"a refit failed: {error}"
+            raise error if isinstance(error, RefitError) else RefitError(self.poisoned) from error
+        self._received = refit.version
+        return reports
+
+    def commit_refit(self, version: int) -> None:
+        if self._received != version:
+            raise RefitError(f"commit of version {version}, but version {self._received} was received")
+        self.reset_prefix_cache()
+        self.version, self.poisoned, self._received = version, None, None
+
+    def disconnect_refit(self) -> None:
+        with contextlib.suppress(EngineError):
+            self._rpc("trt_rl_disconnect")
+
+    def reset_prefix_cache(self) -> None:
+        if self._wait(self._llm.reset_prefix_cache()) is False:
+            raise RefitError("vLLM did not reset its prefix cache; requests hold blocks of it")
