@@ -11,7 +11,7 @@ from trt_rl.layout import divisors
 from trt_rl.refit.engine_shards import violations as engine_violations
 from trt_rl.refit.forecast import Speeds, forecast
 from trt_rl.refit.precision import BLOCK, PrecisionTable
-from trt_rl.refit.route import Placement, Route
+from trt_rl.refit.route import RELAYING, Placement, Route
 from trt_rl.rollout.capabilities import CAPABILITIES
 
 
@@ -61,6 +61,8 @@ def _own_violations(recipe: Recipe):
         )
     if trainer.optimizer.min_lr > trainer.optimizer.lr:
         yield f"trainer.optimizer.min_lr = {trainer.optimizer.min_lr} exceeds lr = {trainer.optimizer.lr}"
+    if recipe.refit.transport == "ipc":
+        yield "refit.transport = ipc needs engines on the trainer's GPUs, and a run gives each of them GPUs of its own; use nccl or auto"
     if recipe.refit.delta and recipe.refit.transport in ("ipc", "disk"):
         yield f"refit.delta = true works with refit.transport gloo or nccl, not {recipe.refit.transport}; turn one of them off"
     for key in trainer.megatron.keys() & OWNED_MEGATRON.keys():
@@ -82,9 +84,17 @@ def _model_violations(recipe: Recipe, arch: Arch):
         yield f"rollout.parallel.tp = {engine.tp}: engine {recipe.rollout.engine!r} is one process; set it to 1 and use rollout.replicas"
     try:
         table = PrecisionTable.build(arch, recipe.refit.policy())
-        yield from engine_violations(arch, engine, table.formats, BLOCK, able.fused)
+        found = engine_violations(arch, engine, table.formats, BLOCK, able.fused)
+        yield from found
+        if not found and not arch.layout_violations(recipe.trainer.parallel.layout()):
+            _route(recipe, arch, table, None)  # a tensor may not fit a bucket
     except RefitError as error:
         yield str(error)
+
+
+def _route(recipe: Recipe, arch: Arch, table: PrecisionTable, placement: Placement | None) -> Route:
+    layout, engine, bucket = recipe.trainer.parallel.layout(), recipe.rollout.layout(), recipe.refit.bucket_mib << 20
+    return Route.build(arch, table, layout, engine, bucket, placement, recipe.refit.transport in RELAYING)
 
 
 def refit_plan(recipe: Recipe, arch: Arch, gpus_per_node: int, speeds: Speeds) -> dict[str, Any]:
@@ -93,7 +103,6 @@ def refit_plan(recipe: Recipe, arch: Arch, gpus_per_node: int, speeds: Speeds) -
     colocated = recipe.refit.transport == "ipc"
     placement = Placement.packed(layout, engine, gpus_per_node, colocated)
     table = PrecisionTable.build(arch, recipe.refit.policy())
-    relay = recipe.refit.transport not in ("ipc", "disk")
-    route = Route.build(arch, table, layout, engine, recipe.refit.bucket_mib << 20, placement, relay)
+    route = _route(recipe, arch, table, placement)
     figures = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)}
     return figures | forecast(route, placement, speeds)

@@ -24,6 +24,7 @@ from trt_rl.processes import gpus_per_actor
 from trt_rl.refit.hf_files import HFFolder
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.route import Placement
 from trt_rl.refit.session import RefitSession
 from trt_rl.refit.transports.link import Meeting
 from trt_rl.reward.pool import RewardPool, check_reward
@@ -58,6 +59,7 @@ class Run:
         self.step = 0
         self.version = -1
         self.interrupted = False
+        self.input_scales: dict[str, float] = {}
         self.ready = False  # nothing is worth saving before every process is up
         self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
         self.checkpoint = self._find_checkpoint() if resume else None
@@ -173,10 +175,14 @@ class Run:
 
     def _calibrate(self) -> None:
         """fp8_per_tensor needs the magnitude of activations: of the policy that the run starts with, on its prompts."""
-        if self.recipe.refit.format == "fp8_per_tensor":
-            with span("calibrate"):
-                prompts = [list(p.tokens) for p in self.training_prompts[: self.recipe.refit.calibration_prompts]]
-                self.trainer.calibrate(make_batch(prompts, [[]] * len(prompts), [[]] * len(prompts)))
+        if self.recipe.refit.format != "fp8_per_tensor":
+            return
+        with span("calibrate"):
+            if self.input_scales:  # a resumed run keeps the scales that it began with
+                self.trainer.set_input_scales(self.input_scales)
+                return
+            prompts = [list(p.tokens) for p in self.training_prompts[: self.recipe.refit.calibration_prompts]]
+            self.input_scales = self.trainer.calibrate(make_batch(prompts, [[]] * len(prompts), [[]] * len(prompts)))
 
     def _agreement(self) -> Agreement:
         refit, layout, engine = self.recipe.refit, self.recipe.trainer.parallel.layout(), self.recipe.rollout.layout()
@@ -184,7 +190,13 @@ class Run:
         host, port = self.trainer.address
         folder = str((self.folder / "refit").resolve()) if transport == "disk" else ""
         meeting = Meeting(host, port, layout.world + engine.world, layout.world, refit.timeout_s, folder=folder)
-        return Agreement(layout, engine, refit.bucket_mib * 2**20, transport, meeting, delta=refit.delta)
+        return Agreement(layout, engine, refit.bucket_mib * 2**20, transport, meeting, self._placement(), refit.delta)
+
+    def _placement(self) -> Placement:
+        """Which node each trainer rank and each engine came to live on."""
+        trainer, engines, tp = self.trainer.nodes(), self.pool.nodes(), self.recipe.rollout.layout().tp
+        number = {node: i for i, node in enumerate(dict.fromkeys(trainer + engines))}
+        return Placement(tuple(number[n] for n in trainer), tuple(number[n] for n in engines for _ in range(tp)))
 
     def _check_resources(self, actors: int) -> None:
         have = ray.cluster_resources()
@@ -332,6 +344,7 @@ class Run:
                 "arch": self.arch.fingerprint,
                 "layout": vars(self.recipe.trainer.parallel.layout()),
                 "prompts": self.prompts.state(),
+                "input_scales": self.input_scales,
                 "summary": self.summary | {"seconds": self.summary["seconds"] + time.perf_counter() - self.started},
             }
             (partial / "state.json").write_text(json.dumps(state, indent=2))
@@ -362,5 +375,6 @@ class Run:
         self.trainer.load(str((self.checkpoint / "trainer").resolve()))
         self.step, self.version = self.saved["step"], self.saved["version"] - 1  # the first refit makes it `version` again
         self.prompts.restore(self.saved["prompts"])
+        self.input_scales = self.saved.get("input_scales", {})
         self.summary = self.saved["summary"]
         console.print(f"resumed from {self.checkpoint}, step {self.step}, weight version {self.saved['version']}")

@@ -72,9 +72,9 @@ def test_seeds_repeat_and_differ(engine):
 def test_a_group_shares_its_prefill(engine):
     prompt = tuple(range(50, 146))
     run(engine, request("warm", prompt, max_tokens=1))
-    before = engine.stats()["cached_tokens"]
+    before = engine.stats()["cached_tokens"]  # counted in whole blocks, of which the last is always computed again
     run(engine, *[request(f"group-{i}", prompt, seed=i, max_tokens=2) for i in range(4)])
-    assert engine.stats()["cached_tokens"] - before >= 4 * 80, "the prompt was prefilled again"
+    assert engine.stats()["cached_tokens"] - before >= 4 * 64, "the prompt was prefilled again"
 
 
 def test_a_stop_token_stays_and_ends_the_request(engine):

@@ -198,29 +198,30 @@ def test_an_engine_that_cannot_agree_is_left_out(world):
     assert outcome.serving == [1] and outcome.failed[0].startswith("engine 0 failed: KeyError")
 
 
-def test_an_engine_process_that_ends_while_it_receives_costs_nobody_else(world, cluster):
-    w = world()
-    w.run(40)
+@pytest.mark.parametrize("one_node", [False, True], ids=["two nodes", "behind each other in chains"])
+def test_an_engine_process_that_ends_while_it_receives_costs_nobody_else(world, cluster, one_node):
+    w, first = world(one_node=one_node), 60 if one_node else 40
+    w.run(first)
     w.order(w.engines.actors[1], "receive", "die midway")
-    outcome = w.run(41)
+    outcome = w.run(first + 1)
     assert outcome.serving == [0] and outcome.failed[1].startswith("engine 1 died")
-    w.assert_serves(0, 41)
-    outcome = w.run(42)
-    assert outcome.serving == [0] and outcome.failed[1].startswith("engine 1 died")
-    w.assert_serves(0, 42)
+    w.assert_serves(0, first + 1)
+    outcome = w.run(first + 2)
+    assert outcome.serving == [0] and not outcome.failed, "a dead engine was asked again"
+    w.assert_serves(0, first + 2)
     cluster["engines"][1] = cluster["new_engine"]()
     ray.get(cluster["engines"][1].state.remote())
 
 
 def test_a_trainer_process_that_ends_while_it_sends_ends_the_refit_by_its_name(world, cluster):
     w = world()
-    w.run(50)
+    w.run(70)
     w.order(w.trainers.actors[1], "send", "die midway")
     with pytest.raises(WorkerDied, match="trainer rank 1 died"):
-        w.run(51)
+        w.run(71)
     for engine in (0, 1):
         version, poisoned, _ = w.state(engine)
-        assert version == 50 and "stopped sending" in poisoned
+        assert version == 70 and "stopped sending" in poisoned
     cluster["trainers"][1] = cluster["new_trainer"](1)
     ray.get(cluster["trainers"][1].order.remote("nothing", ""))
-    assert world().run(52).serving == [0, 1]
+    assert world().run(72).serving == [0, 1]

@@ -153,7 +153,7 @@ class VllmRefit:
         self.engine.finish("start")
         self.parties.__enter__()
         self.parties.begin("agree", self.agreement)
-        digests = self.engine.call("rpc", "trt_rl_agree", self.agreement.to_json(), json.dumps(asdict(self.setup.policy)), 0, "vLLM rank")
+        digests = self.engine.call("rpc", "trt_rl_agree", self.agreement.to_json(), json.dumps(asdict(self.setup.policy)), 0)
         digests = digests + self.parties.finish("agree")
         if len(set(digests)) > 1:
             raise WorkerFailed(f"trainer and vLLM computed different routes: {digests}")

@@ -124,7 +124,7 @@ def _digest(index, first, table, base, out, EIGHT: tl.constexpr):
     total = tl.zeros([1024], dtype=tl.uint64)
     for step in tl.static_range(0, 4096, 1024):
         i = start + step + tl.arange(0, 1024)
-        mask = i * 8 < nbytes
+        mask = i < (nbytes + 7) // 8  # not i * 8: that leaves 32 bits
         if EIGHT:
             w = (width // 8).to(tl.int32)
             place = address.to(tl.pointer_type(tl.uint64)) + (i // w) * (stride // 8) + i % w
@@ -132,9 +132,9 @@ def _digest(index, first, table, base, out, EIGHT: tl.constexpr):
         else:
             w = (width // 4).to(tl.int32)
             base4 = address.to(tl.pointer_type(tl.uint32))
-            low, high = 2 * i, 2 * i + 1
+            low, high = 2 * i.to(tl.int64), 2 * i.to(tl.int64) + 1
             a = tl.load(base4 + (low // w) * (stride // 4) + low % w, mask=mask, other=0).to(tl.uint64)
-            b = tl.load(base4 + (high // w) * (stride // 4) + high % w, mask=high * 4 < nbytes, other=0).to(tl.uint64)
+            b = tl.load(base4 + (high // w) * (stride // 4) + high % w, mask=mask & (high < nbytes // 4), other=0).to(tl.uint64)
             word = a | (b << 32)
         x = word + (i + 1).to(tl.uint64) * _G
         x ^= x >> 30

@@ -14,7 +14,7 @@ from trt_rl.errors import RefitError
 from trt_rl.layout import EngineLayout, Layout
 from trt_rl.refit.landing import Landings
 from trt_rl.refit.precision import PrecisionTable
-from trt_rl.refit.route import Placement, Route
+from trt_rl.refit.route import RELAYING, Placement, Route
 from trt_rl.refit.source import ShardSource
 from trt_rl.refit.stream import Receiver, Refit, Report, Sender
 from trt_rl.refit.transports import open_link
@@ -69,7 +69,7 @@ class Agreement:
             self.engine,
             self.bucket_bytes,
             self.placement,
-            relay=self.transport in ("gloo", "nccl"),  # ipc and disk let every engine read what was written once
+            relay=self.transport in RELAYING,
         )
 
 

@@ -31,6 +31,8 @@ from trt_rl.refit.precision import BLOCK, PrecisionTable, input_scale, per_tenso
 
 ALIGN = 16  # bytes; every slice starts on a boundary that suits any dtype
 HEADER_BYTES = 32  # version, bucket number, route digest, reserved: four int64
+RELAYING = ("auto", "gloo", "nccl")
+"""Transports over which engines of a node pass buckets on; with ipc and disk each engine reads what was written once."""
 _SIZES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
 
 

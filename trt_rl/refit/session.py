@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from trt_rl.errors import RefitError, TrtRlError
+from trt_rl.errors import RefitError, TrtRlError, WorkerDied
 from trt_rl.processes import settle
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.stream import Refit, Verify
 
 _GRACE_S = 15.0  # a member's own timeout speaks first: it knows whom it waited for
+
+
+Failures = dict[int, TrtRlError]  # by engine
 
 
 class Party(Protocol):
@@ -40,7 +43,7 @@ class Outcome:
 class RefitSession:
     """Links trainer ranks with engines and moves versions between them.
 
-    A version goes in three steps, and each ends before the next begins: *prepare* (weights checked, buffers reserved;
+    An engine that died is not asked again. A version goes in three steps, and each ends before the next begins: *prepare* (weights checked, buffers reserved;
     a refusal leaves all engines as they were), *move* (buckets, verified where they land), *commit*. An engine that
     fails is left behind, poisoned; the others commit. It is invited again to the next refit, which is then a full one.
     """
@@ -71,38 +74,46 @@ class RefitSession:
             RefitError: the trainer's weights were refused, or no engine took them.
             WorkerDied: a trainer rank ended.
         """
-        failed: dict[int, str] = {}
-        while True:
-            invited = [i for i in self.engines if i not in failed]
-            if not invited:
-                raise RefitError(f"no engine could take version {version}: " + "; ".join(failed.values()))
-            found = {} if invited == self.connected else self._connect(invited)
-            if not found:
-                self._raise_first(self._settle(self.trainer.begin_refit("check"), self.trainers))
-                found = self._step("prepare", [], [version], invited)[1]
-            if not found:
-                break
-            failed |= found
-            self._disconnect(invited)
-        refit = Refit(version, self.verify, full=self.whole)
-        sent, broken, received = self._step("send", [refit], [refit], invited, engine_step="receive")
-        outcome = self._outcome(version, sent, received)
-        failed |= broken
-        if lost := [r for r in sent if isinstance(r, TrtRlError)]:
-            self._disconnect(invited)
-            raise lost[0]
-        took = [i for i in invited if i not in broken]
-        commits = self._settle(self.pool.begin_refit("commit", version, only=took), [f"engine {i}" for i in took])
-        failed |= {i: str(r) for i, r in zip(took, commits, strict=True) if isinstance(r, TrtRlError)}
-        outcome.failed, outcome.serving = failed, [i for i in took if i not in failed]
-        self.whole = bool(failed)
-        if failed:
-            self._disconnect(invited)
+        outcome, failed, waiting = Outcome(version, []), {}, list(self.engines)
+        while waiting:
+            invited, refused = waiting, self._ready(version, waiting)
+            if refused:
+                failed |= refused
+                waiting = [i for i in invited if i not in refused]
+                self._disconnect(invited)
+                continue
+            refit = Refit(version, self.verify, full=self.whole)
+            sent, broken, received = self._step("send", [refit], [refit], invited, engine_step="receive")
+            self._add(outcome, sent, received)
+            if lost := [r for r in sent if isinstance(r, TrtRlError)]:
+                self._disconnect(invited)
+                raise lost[0]
+            took = [i for i in invited if i not in broken]
+            commits = self._settle(self.pool.begin_refit("commit", version, only=took), [f"engine {i}" for i in took])
+            broken |= {i: r for i, r in zip(took, commits, strict=True) if isinstance(r, TrtRlError)}
+            outcome.serving += [i for i in took if i not in broken]
+            failed |= broken
+            died = [i for i in broken if isinstance(broken[i], WorkerDied)]
+            # Who stood behind a dead engine in a chain did nothing wrong, and is asked again without it.
+            waiting = [i for i in broken if i not in died] if died else []
+            self.whole = bool(failed)
+            if broken:
+                self._disconnect(invited)
+        outcome.failed = {i: str(error) for i, error in failed.items() if i not in outcome.serving}
+        self.engines = [i for i in self.engines if not isinstance(failed.get(i), WorkerDied)]  # the dead are not asked again
         if not outcome.serving:
-            raise RefitError(f"no engine could take version {version}: " + "; ".join(failed.values()))
+            raise RefitError(f"no engine could take version {version}: " + ("; ".join(outcome.failed.values()) or "all of them have ended"))
         return outcome
 
-    def _connect(self, invited: list[int]) -> dict[int, str]:
+    def _ready(self, version: int, invited: list[int]) -> Failures:
+        """Connect if the group has changed, check the weights, reserve buffers; returns the engines that cannot."""
+        refused = {} if invited == self.connected else self._connect(invited)
+        if not refused:
+            self._raise_first(self._settle(self.trainer.begin_refit("check"), self.trainers))
+            refused = self._step("prepare", [], [version], invited)[1]
+        return refused
+
+    def _connect(self, invited: list[int]) -> Failures:
         """Join trainer ranks and `invited` engines in a group of their own; returns the engines that could not."""
         self.generation, self.whole = self.generation + 1, True
         base, tp = self.agreement, self.agreement.engine.tp
@@ -115,11 +126,11 @@ class RefitSession:
         names = [f"engine {i}" for i in invited]
         answers = self._settle(refs + self.trainer.begin_refit("agree", agreed), names + self.trainers)
         self._raise_first(answers[len(invited) :])
-        failed = {i: str(r) for i, r in zip(invited, answers, strict=False) if isinstance(r, TrtRlError)}
+        failed = {i: r for i, r in zip(invited, answers, strict=False) if isinstance(r, TrtRlError)}
         if not failed:
-            digests = {name: d for name, ds in zip(names + self.trainers, answers, strict=True) for d in ds}
-            if len(set(digests.values())) > 1:
-                raise RefitError("the parties computed different routes: " + ", ".join(f"{n} {d}" for n, d in digests.items()))
+            digests = [(name, d) for name, ds in zip(names + self.trainers, answers, strict=True) for d in ds]
+            if len({d for _, d in digests}) > 1:
+                raise RefitError("the parties computed different routes: " + ", ".join(f"{n} {d}" for n, d in digests))
             failed = self._step("join", [], [], invited)[1]
         if not failed:
             self.connected = invited
@@ -137,12 +148,13 @@ class RefitSession:
         names = [f"engine {i}" for i in invited] + self.trainers
         results = self._settle(engines + mine, names)
         theirs, mine = results[: len(invited)], results[len(invited) :]
-        failed = {i: str(r) for i, r in zip(invited, theirs, strict=True) if isinstance(r, TrtRlError)}
-        if step != "send":
+        failed = {i: r for i, r in zip(invited, theirs, strict=True) if isinstance(r, TrtRlError)}
+        if step != "send" and not failed:  # where an engine failed, the trainer's error is often its echo
             self._raise_first(mine)
         return mine, failed, [r for r in theirs if not isinstance(r, TrtRlError)]
 
     def _settle(self, refs: list[Any], names: list[str]) -> list[Any]:
+        """Answers of all, errors in place of answers. Who does not answer within `refit.timeout_s` counts as dead."""
         return settle(refs, names, self.agreement.meeting.timeout_s + _GRACE_S)
 
     @staticmethod
@@ -152,15 +164,14 @@ class RefitSession:
                 raise result
 
     @staticmethod
-    def _outcome(version: int, sent: list[Any], received: list[list[dict]]) -> Outcome:
-        outcome = Outcome(version, [])
+    def _add(outcome: Outcome, sent: list[Any], received: list[list[dict]]) -> None:
         own = [r for r in sent if isinstance(r, dict)]
         workers = [r for reports in received for r in reports]
-        outcome.bytes, outcome.saved_bytes = (sum(r[key] for r in own) for key in ("bytes", "saved_bytes"))
-        outcome.verified = sum(r["verified"] for r in workers)
+        outcome.bytes += sum(r["bytes"] for r in own)
+        outcome.saved_bytes += sum(r["saved_bytes"] for r in own)
+        outcome.verified += sum(r["verified"] for r in workers)
         for side, reports in (("trainer", own), ("engine", workers)):
             for report in reports:
                 for phase, seconds in report["seconds"].items():
                     key = f"{side}/{phase}"
                     outcome.seconds[key] = max(seconds, outcome.seconds.get(key, 0.0))
-        return outcome

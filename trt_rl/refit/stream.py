@@ -118,7 +118,10 @@ class Sender:
                 report.buckets += 1
             if to not in lost:
                 with clock("wire"):
-                    under_way[which].append((self.link.exchange(Transfer(slot.payload, to, number), None), to))
+                    try:
+                        under_way[which].append((self.link.exchange(Transfer(slot.payload, to, number), None), to))
+                    except PeerLost:
+                        lost.add(to)
         with clock("wire"):
             for exchanges in under_way:
                 self._settle(exchanges, lost)
@@ -130,10 +133,11 @@ class Sender:
     @staticmethod
     def _settle(exchanges: list[tuple[Exchange, int]], lost: set[int]) -> None:
         for exchange, to in exchanges:
-            try:
-                exchange.sent()
-            except PeerLost:
-                lost.add(to)
+            if to not in lost:
+                try:
+                    exchange.sent()
+                except PeerLost:
+                    lost.add(to)
         exchanges.clear()
 
 

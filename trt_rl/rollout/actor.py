@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import ray
+
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
 from trt_rl.refit.precision import PrecisionTable
@@ -39,6 +41,9 @@ class EngineActor:
     async def refit(self, step: str, *args: Any) -> Any:
         """One step of a refit: connect, prepare, receive, commit or disconnect; see `RolloutEngine`."""
         return await asyncio.to_thread(getattr(self.engine, f"{step}_refit"), *args)
+
+    async def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
     async def health(self) -> dict[str, Any]:
         return self.engine.health()

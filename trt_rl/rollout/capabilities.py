@@ -22,5 +22,5 @@ class Capabilities:
 
 CAPABILITIES = {
     "hf": Capabilities(("bf16", "fp8_block", "fp8_per_tensor"), ("drain", "abort", "keep"), sleep=False, parallel=False, fused=False),
-    "vllm": Capabilities(("bf16", "fp8_block"), ("drain", "abort", "keep"), sleep=False, parallel=True, fused=True),
+    "vllm": Capabilities(("bf16", "fp8_block"), ("drain", "abort", "keep"), sleep=False, parallel=False, fused=True),
 }

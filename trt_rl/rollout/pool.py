@@ -54,6 +54,10 @@ class RolloutPool:
     def resume(self) -> None:
         self.wait([actor.resume.remote() for actor in self._serving()])
 
+    def nodes(self) -> list[str]:
+        """Ray node of every engine."""
+        return self.wait([actor.node.remote() for actor in self.actors])
+
     def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
         """Start one step of a refit on engines `only` without waiting; see `refit.session`."""
         return [self.actors[i].refit.remote(step, *args) for i in (range(len(self.actors)) if only is None else only)]

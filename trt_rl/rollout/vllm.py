@@ -51,7 +51,6 @@ class VllmEngine(RolloutEngine):
         self.poisoned: str | None = "no weights yet: the first refit has not committed"
         self._received: int | None = None
         self._running: set[str] = set()
-        self._paused = False
         self._lock = threading.Lock()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens"), 0)
 
@@ -71,6 +70,8 @@ class VllmEngine(RolloutEngine):
         threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True).start()
 
         async def build() -> AsyncLLM:
+            self._open = asyncio.Event()
+            self._open.set()
             return AsyncLLM.from_engine_args(arguments)
 
         try:
@@ -104,7 +105,6 @@ class VllmEngine(RolloutEngine):
         }
 
     def stop(self) -> None:
-        self._stopped = True
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -150,6 +150,7 @@ class VllmEngine(RolloutEngine):
             logprobs=0,  # of the sampled token, no others
             detokenize=False,
         )
+        await self._open.wait()  # while paused, a request waits here, where it does not hold a refit up
         done, version = Completion(request.id), self.version
         self._running.add(request.id)
         try:
@@ -179,17 +180,28 @@ class VllmEngine(RolloutEngine):
     def pause(self, mode: PauseMode) -> None:
         if mode not in _PAUSE:
             raise EngineError(f"pause mode {mode!r} is unknown; modes: {', '.join(_PAUSE)}")
-        self._wait(self._llm.pause_generation(mode=_PAUSE[mode], clear_cache=False))
+
+        async def pause() -> None:
+            self._open.clear()
+            await self._llm.pause_generation(mode=_PAUSE[mode], clear_cache=False)
+            while self._running and mode != "keep":  # until their callers have them
+                await asyncio.sleep(0.001)
+
+        self._wait(pause())
 
     def resume(self) -> None:
-        self._wait(self._llm.resume_generation())
+        async def resume() -> None:
+            await self._llm.resume_generation()
+            self._open.set()
+
+        self._wait(resume())
 
     # --- refit -------------------------------------------------------------------------------------------------
 
     def agree_refit(self, agreement: Agreement, replica: int) -> list[str]:
         first = replica * self.layout.tp
         policy = json.dumps(asdict(self.table.policy))
-        return self._rpc("trt_rl_agree", agreement.to_json(), policy, first, agreement.label(first))
+        return self._rpc("trt_rl_agree", agreement.to_json(), policy, first)
 
     def join_refit(self) -> None:
         self._rpc("trt_rl_join")

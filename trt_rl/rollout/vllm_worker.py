@@ -105,14 +105,14 @@ def _expert(match: re.Match, box, parameters, local_experts: int) -> tuple[str, 
 class RefitExtension:
     """Methods that vLLM's workers get. Names carry a prefix: a clash with a worker's own attribute is refused by vLLM."""
 
-    def trt_rl_agree(self, agreement: str, policy: str, first_rank: int, label: str) -> str:
+    def trt_rl_agree(self, agreement: str, policy: str, first_rank: int) -> str:
         """Build this worker's side; returns the digest of its precision table and route."""
         agreed, arch = Agreement.from_json(agreement), Arch.load(self.vllm_config.model_config.model)
         settings = json.loads(policy)
         table = PrecisionTable.build(arch, PrecisionPolicy(**settings | {"exclude": tuple(settings["exclude"])}))
-        _refuse_other_layouts(self.get_model())
+        _refuse_other_layouts(self.get_model(), fp8=table.format != "bf16")
         landings = map_parameters(dict(self.get_model().named_parameters()), arch, table, agreed.engine, first_rank + self.rank)
-        landings.label = label
+        landings.label = agreed.label(landings.rank)
         self._trt_rl_member = EngineMember(agreed, arch, table, landings)
         return self._trt_rl_member.digest
 
@@ -135,6 +135,7 @@ class RefitExtension:
     def trt_rl_disconnect(self) -> None:
         if getattr(self, "_trt_rl_member", None) is not None:
             self._trt_rl_member.close()
+            self._trt_rl_member = None
 
     def trt_rl_checksums(self) -> dict[str, int]:
         """Sum of each live parameter's bytes weighted by place: to compare with an engine that loaded by itself."""
@@ -160,17 +161,22 @@ def keep_weights_on_cpu() -> None:
         utils.dispatch_cpu_unquantized_gemm = plain
 
 
-def _refuse_other_layouts(model: torch.nn.Module) -> None:
+def _refuse_other_layouts(model: torch.nn.Module, fp8: bool) -> None:
+    """Raise unless every FP8 layer runs a kernel that is known to leave weights as they were loaded."""
+    known = 0
     for name, module in model.named_modules():
-        kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
+        method = getattr(module, "quant_method", None)
+        kernel, backend = getattr(method, "fp8_linear", None), getattr(method, "fp8_backend", None)
         if kernel is not None and type(kernel).__name__ not in LAYOUT_KEEPING:
             raise RefitError(
                 f"vLLM runs {name} with {type(kernel).__name__}, which rearranges or requantizes weights; "
                 "start it with linear_backend=triton (or cutlass) and moe_backend=triton"
             )
-        backend = getattr(getattr(module, "quant_method", None), "fp8_backend", None)
         if backend is not None and getattr(backend, "name", str(backend)) != "TRITON":
             raise RefitError(f"vLLM runs the experts of {name} with {backend}; start it with moe_backend=triton")
+        known += kernel is not None or backend is not None
+    if fp8 and not known:
+        raise RefitError("this version of vLLM does not tell which FP8 kernels it runs; a refit into it is refused (written against 0.24)")
 
 
 if "vllm" in sys.modules:  # imported by a worker, not by a test of the mapping

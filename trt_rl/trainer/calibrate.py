@@ -2,7 +2,7 @@
 
 `mtq.quantize` would rewrite Megatron's modules in place, which are to be trained afterwards; its calibrator is attached
 by forward hooks instead, and nothing of it stays. Experts of a layer share one input scale for gate and up and one for
-down, the largest over all experts and ranks (ModelOpt's `sync_moe_local_experts_amax` does the same; engines keep one).
+down, the largest over all experts and ranks (ModelOpt's `sync_moe_local_experts_amax` does the same; engines keep one). Padding is part of what a layer sees and counts too.
 """
 
 from __future__ import annotations

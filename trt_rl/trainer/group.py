@@ -50,6 +50,9 @@ class MegatronActor:
 
         self.trainer = MegatronRank(self.recipe)
 
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     def do(self, method: str, *args: Any) -> Any:
         return getattr(self.trainer, method)(*args)
 
@@ -87,9 +90,16 @@ class TrainerGroup:
         """Start `method` on every rank without waiting."""
         return [actor.do.remote(method, *args) for actor in self.actors]
 
-    def calibrate(self, batch: Batch) -> None:
-        """Calibrate activations for fp8_per_tensor on every rank."""
-        self._all("calibrate", ray.put(batch))
+    def nodes(self) -> list[str]:
+        """Ray node of every rank."""
+        return self._wait([actor.node.remote() for actor in self.actors])
+
+    def calibrate(self, batch: Batch) -> dict[str, float]:
+        """Calibrate activations for fp8_per_tensor on every rank; the input scales, the same on all."""
+        return self._all("calibrate", ray.put(batch))[0]
+
+    def set_input_scales(self, scales: dict[str, float]) -> None:
+        self._all("set_input_scales", scales)
 
     def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
         """Start one step of a refit on every rank without waiting; see `refit.session`."""

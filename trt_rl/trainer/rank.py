@@ -89,12 +89,16 @@ class MegatronRank:
 
     # --- refit: each method is one step of `refit.session` ------------------------------------------------------
 
-    def calibrate(self, batch: Batch) -> None:
+    def set_input_scales(self, scales: dict[str, float]) -> None:
+        self.input_scales = scales
+
+    def calibrate(self, batch: Batch) -> dict[str, float]:
         """Find input scales for fp8_per_tensor by forward passes over `batch`."""
         self.model.eval()
         table = PrecisionTable.build(self.arch, self.recipe.refit.policy())
         forward = partial(logprob_pass, [self.model], batch, self.settings)
         self.input_scales = calibrate(self.module, self.arch, self.layout, table, self.arch.rms_eps, forward)
+        return self.input_scales
 
     def refit_agree(self, agreement: Agreement) -> list[str]:
         table = PrecisionTable.build(self.arch, self.recipe.refit.policy())

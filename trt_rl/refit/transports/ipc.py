@@ -77,8 +77,8 @@ class IpcLink(Link):
         self._telling = []
 
     def close(self) -> None:
-        self._mapped, self._own = {}, []
-        self._control.shutdown()
+        self._mapped, self._own, self._telling = {}, [], []
+        self._control = None  # sockets close, and peers hear of it, when the last reference goes; see gloo
 
 
 class _IpcExchange(Exchange):

@@ -1,7 +1,9 @@
 """Buckets between GPUs, of one node or many, over one NCCL group of trainer and engine ranks.
 
 A round's send and receive are one NCCL group call, so a rank that passes buckets on uses both directions of its link.
-Nothing here waits on the CPU: transfers are ordered behind quantizing and before loading by the streams.
+Nothing here waits on the CPU: transfers are ordered behind quantizing and before loading by the streams. So a peer that
+dies is not noticed here; the session hears of it from Ray, but NCCL's own watchdog may end the processes that wait for
+the dead one. A refit over NCCL does not survive the death of an engine; one over gloo does.
 """
 
 from __future__ import annotations
