@@ -20,7 +20,7 @@ from trt_rl.refit.export import export
 from trt_rl.refit.forecast import Speeds, forecast
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.refit.route import Placement, Route
-from trt_rl.rollout.vllm_worker import map_parameters
+from trt_rl.rollout.vllm_worker import _refuse_other_layouts, map_parameters
 
 WHOLE_BLOCKS = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128, vocab_size=130, num_hidden_layers=2
@@ -242,3 +242,38 @@ def test_a_parameter_that_a_refit_would_not_write_is_named(folders):
     del parameters["model.layers.0.mlp.down_proj.weight_scale_inv"]
     with pytest.raises(RefitError, match=r"vLLM has no parameter model\.layers\.0\.mlp\.down_proj\.weight_scale_inv"):
         map_parameters(parameters, arch, table, EngineLayout(), 0)
+
+
+class Method:
+    def __init__(self, **kernels) -> None:
+        self.__dict__.update(kernels)
+
+
+class TritonFp8BlockScaledMMKernel:
+    pass
+
+
+class DeepGemmFp8BlockScaledMMKernel:
+    pass
+
+
+def test_kernels_that_rearrange_weights_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(RefitError, match="does not tell which FP8 kernels it runs"):
+        _refuse_other_layouts(model, fp8=True)
+    _refuse_other_layouts(model, fp8=False)
+    model[0].quant_method = Method(fp8_linear=TritonFp8BlockScaledMMKernel())
+    _refuse_other_layouts(model, fp8=True)
+    model[1].quant_method = Method(fp8_linear=DeepGemmFp8BlockScaledMMKernel())
+    with pytest.raises(RefitError, match="vLLM runs 1 with DeepGemmFp8BlockScaledMMKernel, which rearranges or requantizes weights"):
+        _refuse_other_layouts(model, fp8=True)
+    model[1].quant_method = Method(fp8_backend="FLASHINFER_CUTLASS")
+    with pytest.raises(RefitError, match="experts of 1 with FLASHINFER_CUTLASS; start it with moe_backend=triton"):
+        _refuse_other_layouts(model, fp8=True)
+
+
+def test_the_plan_refuses_transports_that_a_run_cannot_use():
+    refused = cli("plan", "examples/quickstart/recipe.yaml", "refit.transport=ipc", "refit.delta=true", timeout=60)
+    assert refused.returncode == 2
+    assert "refit.transport = ipc needs engines on the trainer's GPUs" in refused.stdout
+    assert "refit.delta = true works with refit.transport gloo or nccl, not ipc" in refused.stdout.replace("\n", " ")
