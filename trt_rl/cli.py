@@ -1,4 +1,4 @@
-"""The command line: `trt-rl train RECIPE [overrides]`."""
+"""The command line: `trt-rl train | plan | export | bench`."""
 
 from __future__ import annotations
 

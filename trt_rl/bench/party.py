@@ -73,14 +73,14 @@ class Party:
             world_size=setup.world,
         )
         self.trainers = dist.new_group(range(setup.layout.world))
-        self.tp_group = self._cut_group("tp", setup.layout.tp)
-        self.etp_group = self._cut_group("etp", setup.layout.etp)
+        self.tp_group = self._cut_group(setup.layout.tp)
+        self.etp_group = self._cut_group(setup.layout.etp)
         if self.is_trainer:
             self._make_weights()
         else:
             self.landings = allocate(setup.arch, setup.table, setup.engine, index - setup.layout.world, self.device)
 
-    def _cut_group(self, kind: str, size: int) -> dist.ProcessGroup | None:
+    def _cut_group(self, size: int) -> dist.ProcessGroup | None:
         mine = None
         for start in range(0, self.setup.layout.world, size):
             group = dist.new_group(range(start, start + size))
@@ -204,7 +204,7 @@ class Party:
         seconds = self._timed("copy", lambda: [b.copy_(a) for _ in range(repeats)])["copy"]
         return 2 * size * repeats / seconds / 1e9
 
-    def modelopt_bandwidth(self) -> dict[str, float] | None:
+    def modelopt_bandwidth(self) -> float | None:
         """GB/s (BF16 read, FP8 written) of ModelOpt's own quantization of one 4096 x 12288 matrix."""
         if not self.is_trainer:
             return None
@@ -258,9 +258,6 @@ class _Idle:
 
     label = "engine"
 
-    def __init__(self) -> None:
-        self._arrived: list[Arrival] = []
-
     def fill(self, slot: Slot, with_digests: bool) -> None:
         pass
 
@@ -268,7 +265,7 @@ class _Idle:
         pass
 
     def load(self, slot: Slot, verify: bool) -> None:
-        self._arrived.append(Arrival(slot.plan, slot.header.tolist() if slot.buffer.device.type == "cpu" else [], [], 0))
+        pass
 
     def arrivals(self) -> list[Arrival]:
         return []
@@ -302,7 +299,11 @@ class Parties:
             process = context.Process(target=_serve, args=(there, self.setup, index), daemon=True)
             process.start()
             self.members.append((process, here))
-        self.call("start")
+        try:
+            self.call("start")
+        except BaseException:
+            self.__exit__()  # processes that hold a GPU must not outlive a failed start
+            raise
         return self
 
     def begin(self, name: str, *args: Any) -> None:

@@ -150,6 +150,13 @@ class VllmRefit:
 
     def __enter__(self) -> VllmRefit:
         self.engine = VllmProcess(self.setup)
+        try:
+            return self._link()
+        except BaseException:
+            self.__exit__()  # processes that hold a GPU must not outlive a failed start
+            raise
+
+    def _link(self) -> VllmRefit:
         self.engine.finish("start")
         self.parties.__enter__()
         self.parties.begin("agree", self.agreement)

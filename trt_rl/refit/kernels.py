@@ -207,12 +207,14 @@ def _unit(name: str, *numbers: int) -> int:
     raise RefitError(f"{name}: rows that do not begin and end on 4-byte boundaries cannot be refitted on a GPU ({numbers})")
 
 
-def _geometry(view: torch.Tensor) -> tuple[int, int, int]:
+def _geometry(name: str, view: torch.Tensor) -> tuple[int, int, int]:
     """Address, bytes from row to row, and bytes a row, of a view of one or two dimensions with contiguous rows."""
     size = view.element_size()
     width = view.shape[-1] * size
     if view.stride(-1) != 1 and view.shape[-1] != 1:
-        raise RefitError(f"a live tensor of shape {list(view.shape)} and strides {list(view.stride())} has no contiguous rows")
+        raise RefitError(
+            f"{name}: shape {list(view.shape)} with strides {list(view.stride())} has no contiguous rows; a refit on a GPU needs them"
+        )
     stride = view.stride(0) * size if view.dim() == 2 and view.shape[0] > 1 else width
     if stride == width:  # contiguous: one long row, which needs no division into rows
         return view.data_ptr(), view.numel() * size, view.numel() * size
@@ -278,7 +280,7 @@ class FusedSource(ShardSource):
                         if name in scale_of:
                             rows.copy(name, self._fixed[f"{key} {part.name}"].data_ptr(), 4, scale_of[name].offset, 4, 4, 4)
             elif values.dtype == torch.bfloat16:
-                address, stride, width = _geometry(values)
+                address, stride, width = _geometry(part.name, values)
                 rows.copy(part.name, address, stride, part.offset, width, width, part.nbytes)
             else:
                 others.append(part)
@@ -354,7 +356,7 @@ class FusedLandings:
         if plan.number not in self._tables:
             store, fetch, digests = _Rows(self.device), _Rows(self.device), _Rows(self.device)
             for position, part in enumerate(plan.slices):
-                address, stride, width = _geometry(self.landings.view(part))
+                address, stride, width = _geometry(part.name, self.landings.view(part))
                 store.copy(part.name, part.offset, width, address, stride, width, part.nbytes)
                 fetch.copy(part.name, address, stride, part.offset, width, width, part.nbytes)
                 digests.digest(part.name, address, stride, width, part.nbytes, position)
