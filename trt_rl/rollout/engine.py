@@ -7,7 +7,6 @@ log-probability of each under the distribution that sampled it. It never imports
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from trt_rl.arch import Arch
 from trt_rl.config import SamplingSettings
+from trt_rl.dotted import load_registered
 from trt_rl.errors import EngineError
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.member import Agreement
@@ -185,13 +185,7 @@ def make_engine(
     Raises:
         EngineError: the name is unknown, its package cannot be imported, or it rejects an option.
     """
-    if name not in ENGINES:
-        raise EngineError(f"rollout.engine = {name!r} is unknown; engines: {', '.join(ENGINES)}")
-    module, attribute = ENGINES[name].split(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise EngineError(f"rollout.engine = {name!r} cannot be imported here: {error}") from error
+    kind = load_registered(ENGINES, name, "rollout.engine", "engines", EngineError)
     if missing := {f for f in table.formats.values() if f not in kind.capabilities.formats}:
         raise EngineError(f"rollout.engine = {name!r} cannot hold {', '.join(missing)}; it holds {', '.join(kind.capabilities.formats)}")
     parameters = inspect.signature(kind).parameters

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
+from trt_rl.dotted import load_registered
 from trt_rl.errors import RefitError
 from trt_rl.refit.route import Route
 from trt_rl.refit.transports.link import Link, Meeting
@@ -22,11 +21,4 @@ def open_link(name: str, meeting: Meeting, member: int, route: Route) -> Link:
     Raises:
         RefitError: the name is unknown, or its module cannot be imported here.
     """
-    if name not in TRANSPORTS:
-        raise RefitError(f"refit.transport = {name!r} is unknown; transports: {', '.join(TRANSPORTS)}")
-    module, attribute = TRANSPORTS[name].split(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise RefitError(f"refit.transport = {name!r} cannot be imported here: {error}") from error
-    return kind(meeting, member, route)
+    return load_registered(TRANSPORTS, name, "refit.transport", "transports", RefitError)(meeting, member, route)
