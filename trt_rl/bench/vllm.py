@@ -40,6 +40,7 @@ class VllmSetup:
     load_format: str = "dummy"
     linear_backend: str = "triton"
     gpus: str = "0"
+    """Comma-separated, counted among those this process may see."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,7 +78,10 @@ class VllmProcess:
 
 
 def _serve(pipe, setup: VllmSetup) -> None:
-    os.environ.update(ENVIRONMENT, CUDA_VISIBLE_DEVICES=setup.gpus)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None
+    gpus = ",".join(names[int(i)] if names else i for i in setup.gpus.split(","))
+    os.environ.update(ENVIRONMENT, CUDA_VISIBLE_DEVICES=gpus)
     calls = None
     while True:
         message = ("start", ()) if calls is None else pipe.recv()
@@ -113,7 +117,7 @@ class _Calls:
             model=setup.folder, load_format=setup.load_format, skip_tokenizer_init=True, dtype="bfloat16",
             tensor_parallel_size=setup.layout.tp, enable_expert_parallel=setup.layout.ep > 1, hf_overrides=overrides,
             generation_config="vllm", seed=0, async_scheduling=False, enable_flashinfer_autotune=False, moe_backend="triton",
-            worker_extension_cls="trt_rl.rollout.vllm_worker.RefitExtension", disable_custom_all_reduce=True,
+            worker_extension_cls="trt_rl.bench.vllm_worker.MeasuredExtension", disable_custom_all_reduce=True,
             **fp8, **(settings | setup.options),
         )  # fmt: skip
 
@@ -182,6 +186,8 @@ class VllmRefit:
         full = version == 0
         sent, received = self._both("move", "trt_rl_receive", (Refit(version, verify, full),), (version, verify, full))
         moved = time.perf_counter()
+        if failures := [r["failure"] for r in received if "failure" in r]:
+            raise WorkerFailed("; ".join(failures))
         self.engine.call("reset")
         ended = time.perf_counter()
         return {
@@ -211,12 +217,14 @@ def measure(setup: VllmSetup, layout: Layout, transport: str, bucket_bytes: int,
         tokens = linked.engine.call("generate", [[1, 2, 3, 4]] * 4, 16)
         quantize = [r for r in linked.parties.call("quantize_only", Refit(0, "off")) if r]
         copy = linked.parties.call("copy_bandwidth")[0]
+        own = [linked.engine.call("rpc", "trt_rl_own_loader") for _ in range(3)] if setup.layout.world == 1 else []
         return {
             "hardware": hardware(),
             "setup": {**asdict(replace(setup, folder=Path(setup.folder).name)), "trainer": str(layout), "transport": transport},
             "bucket_mib": bucket_bytes / 2**20,
             "total_s": median(r["total_s"] for r in runs[1:]),
             "total_without_verify_s": median(r["total_s"] for r in unverified),
+            "own_loader_s": [answers[0] for answers in own[1:]],
             "quantize_alone": quantize,
             "copy_gb_per_s": copy,
             "first": runs[0],

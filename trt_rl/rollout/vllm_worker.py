@@ -137,14 +137,6 @@ class RefitExtension:
             self._trt_rl_member.close()
             self._trt_rl_member = None
 
-    def trt_rl_checksums(self) -> dict[str, int]:
-        """Sum of each live parameter's bytes weighted by place: to compare with an engine that loaded by itself."""
-        found = {}
-        for name, parameter in self.get_model().named_parameters():
-            raw = parameter.detach().flatten().contiguous().view(torch.uint8).long()
-            found[name] = int((raw * (torch.arange(raw.numel(), device=raw.device) % 65521 + 1)).sum())
-        return found
-
 
 def keep_weights_on_cpu() -> None:
     """On a CPU vLLM packs linear weights after loading and drops the originals, which a refit writes. Keep them instead.

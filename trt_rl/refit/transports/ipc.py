@@ -1,7 +1,8 @@
 """Buckets between processes that share GPUs of one node: the receiver reads the sender's buffer where it lies.
 
 Each sender publishes CUDA IPC handles of its two buffers once, with the UUID of its GPU; receivers map them. A bucket
-then costs one small message each way. Handles travel as plain numbers and bytes through the run's store, never pickled.
+then costs one small message each way; one that lies on another GPU of the node is first copied to the receiver's own.
+Handles travel as plain numbers and bytes through the run's store, never pickled.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class IpcLink(Link):
         self._own: list[torch.Tensor] = []
         self._telling: list[tuple[dist.Work, torch.Tensor]] = []  # with the tensors, which must live until they are sent
         self._mapped: dict[int, list[torch.Tensor]] = {}
+        self._near = torch.empty(0, dtype=torch.uint8, device=self.device)  # a bucket from another GPU, copied to this one
         if member < meeting.trainers:
             self._own = super().buffers(max(route.slot_bytes(member), 1))
             self._store.set(f"ipc-{member}", json.dumps([_export(b) for b in self._own]))
@@ -53,6 +55,15 @@ class IpcLink(Link):
         if sender not in self._mapped:
             self._mapped[sender] = [_import(b, self.meeting.name(sender)) for b in json.loads(self._store.get(f"ipc-{sender}"))]
         return self._mapped[sender][which]
+
+    def near(self, sender: int, which: int, nbytes: int) -> torch.Tensor:
+        """A sender's bucket in this member's GPU."""
+        there = self.mapped(sender, which)[:nbytes]
+        if there.device == self.device:
+            return there
+        if self._near.numel() < nbytes:
+            self._near = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._near[:nbytes].copy_(there)  # the bucket before was loaded by the same stream
 
     def _tell(self, peer: int, kind: int, which: int, nbytes: int) -> None:
         """Send without waiting: the peer may at this moment be sending to us. A dead peer is noticed when it is heard."""
@@ -87,7 +98,7 @@ class _IpcExchange(Exchange):
 
     def received(self) -> torch.Tensor:
         which, nbytes = self.link.hear(self.receive.peer, _READY, RefitError)
-        return self.link.mapped(self.receive.peer, which)[:nbytes]
+        return self.link.near(self.receive.peer, which, nbytes)
 
     def sent(self) -> None:
         if self.send:
