@@ -1,4 +1,4 @@
-"""The command line: `trt-rl train | plan | export | bench`."""
+"""The command line: `trt-rl train | plan | export | bench | doctor`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 import trt_rl
-from trt_rl import plan
+from trt_rl import doctor, plan
 from trt_rl.config import dump_recipe, load_recipe
 from trt_rl.errors import RecipeError, TrtRlError
 from trt_rl.observe.log import console
@@ -146,6 +147,39 @@ def bench_refit(
     for case in result["results"]:
         _show({k: v for k, v in case.items() if k not in ("refits", "first")})
     console.print({k: v for k, v in result.items() if k != "results"})
+
+
+@app.command("doctor")
+def doctor_command(
+    overrides: Overrides = None,
+    recipe: Annotated[Path | None, typer.Option(help="check what this recipe needs, instead of everything")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write what was found to this file")] = None,
+    quick: Annotated[bool, typer.Option(help="do not import TensorRT-LLM and mpi4py, which takes up to a minute")] = False,
+) -> None:
+    """Check this machine: versions, GPUs, driver, NCCL, Ray, shared memory, ports; what is missing and the fix.
+
+    Ends with 0 if nothing required is missing, with 1 otherwise.
+    """
+    try:
+        if overrides and recipe is None:
+            raise RecipeError(f"{overrides[0]} overrides a recipe; name it with --recipe")
+        checks = doctor.examine(doctor.scene(load_recipe(recipe, overrides) if recipe else None, quick))
+        if json_file:
+            try:
+                json_file.write_text(json.dumps({"ok": doctor.passed(checks), "checks": [vars(c) for c in checks]}, indent=1) + "\n")
+            except OSError as error:
+                raise TrtRlError(f"--json {json_file} cannot be written: {error.strerror}") from error
+    except TrtRlError as error:
+        console.print(f"{type(error).__name__}: {error}")
+        raise typer.Exit(2) from None
+    table = Table("check", "", Column("found, and the fix", overflow="fold"), title="trt-rl doctor")
+    for check in checks:
+        style = {"ok": "green", "note": "yellow", "problem": "bold red"}[check.status]
+        table.add_row(check.name, Text(check.status, style), check.found + (f"\nfix: {check.fix}" if check.fix else ""))
+    console.print(table, soft_wrap=False)
+    problems = [check.name for check in checks if check.status == "problem"]
+    console.print(f"to be repaired: {', '.join(problems)}" if problems else "nothing required is missing")
+    raise typer.Exit(0 if doctor.passed(checks) else 1)
 
 
 def _show(summary: dict) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trt_rl.errors import RecipeError
 from trt_rl.layout import EngineLayout, Layout
 from trt_rl.refit.precision import PrecisionPolicy
+from trt_rl.rollout.capabilities import CAPABILITIES
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -98,8 +99,10 @@ class EngineParallel(Section):
 
 
 class RolloutSettings(Section):
-    engine: Literal["hf", "vllm"] = "hf"
+    engine: Literal["trtllm", "vllm", "sglang", "hf"] = "hf"
     """The only key that changes to switch engines; each has a dict of its own options below."""
+    colocated: bool = False
+    """Engines live on the trainer's GPUs and sleep while it works; needs refit.transport ipc or auto."""
     replicas: Positive = 1
     parallel: EngineParallel = EngineParallel()
     prompts_per_step: Positive = 64
@@ -114,9 +117,14 @@ class RolloutSettings(Section):
     """Options of `trt_rl.rollout.hf.HFEngine`, e.g. max_batch."""
     vllm: dict[str, Any] = {}
     """Fields of vLLM's AsyncEngineArgs, e.g. gpu_memory_utilization."""
+    trtllm: dict[str, Any] = {}
+    """Fields of TensorRT-LLM's TorchLlmArgs, e.g. kv_cache_config."""
+    sglang: dict[str, Any] = {}
+    """Fields of SGLang's ServerArgs, e.g. mem_fraction_static."""
 
     def layout(self) -> EngineLayout:
-        return EngineLayout(self.parallel.tp, self.parallel.ep, self.replicas)
+        """Of all replicas, as a refit sees them."""
+        return EngineLayout(self.parallel.tp, self.parallel.ep, self.replicas, CAPABILITIES[self.engine].whole_tensors)
 
 
 class DynamicSampling(Section):
@@ -286,6 +294,29 @@ OWNED_ENGINE = {
         **dict.fromkeys(("quantization", "load_format", "dtype"), "refit.format (weights come with the first refit)"),
         **dict.fromkeys(("generation_config", "logprobs_mode"), "rollout.sampling"),
         **dict.fromkeys(("worker_extension_cls", "disable_log_stats"), "nothing: the adapter needs it so"),
+        "enable_sleep_mode": "rollout.colocated",
+    },
+    "trtllm": {
+        **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "model.path (engines take and give token ids)"),
+        **dict.fromkeys(
+            ("tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size", "moe_tensor_parallel_size"), "rollout.parallel"
+        ),
+        **dict.fromkeys(("load_format", "dtype"), "refit.format (weights come with the first refit)"),
+        **dict.fromkeys(
+            ("orchestrator_type", "ray_worker_extension_cls", "ray_placement_config", "placement_groups", "placement_bundle_indices"),
+            "nothing: the adapter needs it so",
+        ),
+        "per_worker_gpu_share": "rollout.colocated",
+        **dict.fromkeys(("enable_sleep", "sleep_config", "sleep"), "rollout.colocated"),
+        "allreduce_strategy": "nothing: the default fails with several engines under Ray; NCCL is set",
+        "torch_compile_config": "nothing: compiled modules have other names, and a refit would load nothing",
+        "max_input_len": "rollout.trtllm.max_seq_len",
+    },
+    "sglang": {
+        **dict.fromkeys(("model_path", "tokenizer_path", "skip_tokenizer_init"), "model.path (engines take and give token ids)"),
+        **dict.fromkeys(("tp_size", "ep_size", "dp_size", "pp_size"), "rollout.parallel"),
+        **dict.fromkeys(("quantization", "load_format", "dtype"), "refit.format (weights come with the first refit)"),
+        "enable_memory_saver": "rollout.colocated",
     },
 }
 

@@ -35,3 +35,7 @@ class WorkerFailed(TrtRlError):
 
 class EngineError(TrtRlError):
     """A rollout engine cannot serve the request it was given."""
+
+
+class EngineLost(EngineError):
+    """A rollout engine, or one of its workers, has ended; its requests can be served elsewhere."""

@@ -103,6 +103,8 @@ class EngineLayout:
     tp: int = 1
     ep: int = 1
     replicas: int = 1
+    whole: bool = False
+    """Every rank takes whole tensors and cuts them itself, as TensorRT-LLM's loader does."""
 
     @property
     def world(self) -> int:

@@ -61,8 +61,9 @@ def _own_violations(recipe: Recipe):
         )
     if trainer.optimizer.min_lr > trainer.optimizer.lr:
         yield f"trainer.optimizer.min_lr = {trainer.optimizer.min_lr} exceeds lr = {trainer.optimizer.lr}"
-    if recipe.refit.transport == "ipc":
-        yield "refit.transport = ipc needs engines on the trainer's GPUs, and a run gives each of them GPUs of its own; use nccl or auto"
+    if recipe.refit.transport == "ipc" and not rollout.colocated:
+        yield "refit.transport = ipc needs engines on the trainer's GPUs; set rollout.colocated = true, or use nccl or auto"
+    yield from _colocation_violations(recipe)
     if recipe.refit.delta and recipe.refit.transport in ("ipc", "disk"):
         yield f"refit.delta = true works with refit.transport gloo or nccl, not {recipe.refit.transport}; turn one of them off"
     for key in trainer.megatron.keys() & OWNED_MEGATRON.keys():
@@ -70,6 +71,24 @@ def _own_violations(recipe: Recipe):
     for engine, owned in OWNED_ENGINE.items():
         for key in getattr(rollout, engine).keys() & owned.keys():
             yield f"rollout.{engine}.{key} is set by trt_rl from {owned[key]}; remove it"
+
+
+def _colocation_violations(recipe: Recipe):
+    rollout, world = recipe.rollout, recipe.trainer.parallel.layout().world
+    if not rollout.colocated:
+        return
+    if not CAPABILITIES[rollout.engine].sleep:
+        able = ", ".join(name for name, c in CAPABILITIES.items() if c.sleep)
+        yield f"rollout.colocated = true: engine {rollout.engine!r} cannot sleep while the trainer works; engines that can: {able}"
+    if rollout.layout().world != world:
+        yield (
+            f"rollout.colocated = true: rollout.parallel.tp * replicas = {rollout.layout().world} ranks live on the {world} GPUs of "
+            f"trainer.parallel; make them equal (rollout.replicas = {max(1, world // rollout.parallel.tp)} at this tp)"
+        )
+    if recipe.refit.transport in ("nccl", "disk"):
+        yield f"rollout.colocated = true refits through ipc; refit.transport = {recipe.refit.transport}: set auto"
+    if recipe.refit.delta:
+        yield "refit.delta = true needs the engine's last weights, which a sleeping engine gives up; turn one of them off (rollout.colocated)"
 
 
 def _model_violations(recipe: Recipe, arch: Arch):
@@ -85,6 +104,11 @@ def _model_violations(recipe: Recipe, arch: Arch):
     try:
         table = PrecisionTable.build(arch, recipe.refit.policy())
         found = engine_violations(arch, engine, table.formats, BLOCK, able.fused)
+        if not able.duplicates_scales and recipe.refit.format == "fp8_block" and engine.tp > arch.kv_heads and not arch.experts:
+            found.append(
+                f"rollout.parallel.tp = {engine.tp} repeats the model's {arch.kv_heads} KV heads, and {recipe.rollout.engine} does not "
+                f"repeat their FP8 scales in dense models; use tp of at most {arch.kv_heads}, or refit.bf16_attention = true"
+            )
         yield from found
         if not found and not arch.layout_violations(recipe.trainer.parallel.layout()):
             _route(recipe, arch, table, None)  # a tensor may not fit a bucket
@@ -100,7 +124,7 @@ def _route(recipe: Recipe, arch: Arch, table: PrecisionTable, placement: Placeme
 def refit_plan(recipe: Recipe, arch: Arch, gpus_per_node: int, speeds: Speeds) -> dict[str, Any]:
     """The refit's precision and route, from the recipe alone; see `refit.forecast`."""
     layout, engine = recipe.trainer.parallel.layout(), recipe.rollout.layout()
-    colocated = recipe.refit.transport == "ipc"
+    colocated = recipe.rollout.colocated
     placement = Placement.packed(layout, engine, gpus_per_node, colocated)
     table = PrecisionTable.build(arch, recipe.refit.policy())
     route = _route(recipe, arch, table, placement)

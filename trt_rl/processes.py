@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +49,14 @@ def settle(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
         if ref not in finished:
             results.append(WorkerDied(f"no answer within {timeout_s:.0f} s from: {name}"))
         else:
-            failure = _failure(ref, name)
-            results.append(ray.get(ref) if failure is None else failure)
+            results.append(outcome_of(ref, name))
     return results
+
+
+def outcome_of(ref: ray.ObjectRef, name: str) -> Any:
+    """The result of a finished call, or the error it failed with."""
+    failure = _failure(ref, name)
+    return ray.get(ref) if failure is None else failure
 
 
 def _failure(ref: ray.ObjectRef, name: str) -> TrtRlError | None:
@@ -63,6 +70,18 @@ def _failure(ref: ray.ObjectRef, name: str) -> TrtRlError | None:
     except RayError as error:
         return WorkerDied(f"{name} died: {str(error).strip().splitlines()[0]}")
     return None
+
+
+_MPI = re.compile(r"^(PMI|PMIX|MPI|OMPI|SLURM)_")
+
+
+def scrub_mpi_variables() -> list[str]:
+    """Remove from this process what an MPI launcher or Slurm left: Ray hands it on, and in a TensorRT-LLM worker it would
+    select the MPI orchestrator or end the process inside the MPI library. Returns the names removed."""
+    found = sorted(key for key in os.environ if _MPI.match(key))
+    for key in found:
+        del os.environ[key]
+    return found
 
 
 def gpus_per_actor() -> int:

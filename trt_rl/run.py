@@ -20,7 +20,8 @@ from trt_rl.data.prompts import PromptSet, PromptStream, read_rows
 from trt_rl.errors import CheckpointError, DataError, ModelError, RecipeError
 from trt_rl.observe.log import MetricLog, console, plot_progress, progress_line, read_jsonl, write_jsonl
 from trt_rl.observe.span import span
-from trt_rl.processes import gpus_per_actor
+from trt_rl.placement import Places
+from trt_rl.processes import gpus_per_actor, scrub_mpi_variables
 from trt_rl.refit.hf_files import HFFolder
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
@@ -59,6 +60,7 @@ class Run:
         self.step = 0
         self.version = -1
         self.interrupted = False
+        self.asleep = False
         self.input_scales: dict[str, float] = {}
         self.ready = False  # nothing is worth saving before every process is up
         self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
@@ -144,7 +146,7 @@ class Run:
                 console.print(f"{key}: {len(prompts)} prompts{note}")
 
     def _start_processes(self) -> None:
-        recipe, layout = self.recipe, self.recipe.trainer.parallel.layout()
+        recipe, layout, engine = self.recipe, self.recipe.trainer.parallel.layout(), self.recipe.rollout.layout()
         console.print(
             f"model: {self.arch.model_type}, {self.arch.parameters():,} parameters; trainer: {layout}, {recipe.trainer.precision}"
         )
@@ -153,22 +155,26 @@ class Run:
         (self.folder / "hf_quant_config.json").write_text(json.dumps(table.hf_quant_config(), indent=1))
         console.print(f"engine: {recipe.rollout.engine} x {recipe.rollout.replicas}; {table.summary()}")
         if not ray.is_initialized():
+            scrub_mpi_variables()
             # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks.
-            local = (
-                {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": layout.world + recipe.rollout.replicas, "include_dashboard": False}
-            )
+            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": 2 * layout.world + engine.world, "include_dashboard": False}
             try:
                 ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **local)
             except ConnectionError as error:
                 raise RecipeError(f"no Ray cluster answers at RAY_ADDRESS = {os.environ.get('RAY_ADDRESS')}: {error}") from error
             self._own_ray = True
-        self._check_resources(layout.world + recipe.rollout.replicas)
+        self._check_resources(layout.world + (0 if recipe.rollout.colocated else engine.world), 2 if recipe.rollout.colocated else 1)
         self.rewards = RewardPool(recipe.reward)
-        self.trainer = TrainerGroup.start(recipe)
-        self.pool = RolloutPool.start(recipe)
-        building = self.pool.begin_build()
-        self.trainer.build()
-        digests = self.pool.wait(building)
+        self.places = Places.reserve(recipe)
+        self.trainer = TrainerGroup.start(recipe, self.places)
+        self.pool = RolloutPool.start(recipe, self.places)
+        if recipe.rollout.colocated:  # engines measure free memory while they start: the trainer's is taken by then
+            self.trainer.build()
+            digests = self.pool.wait(self.pool.begin_build(self.trainer.gpus()))
+        else:
+            building = self.pool.begin_build([""] * layout.world)
+            self.trainer.build()
+            digests = self.pool.wait(building)
         tables = {"driver": table.digest} | {f"engine {i}": digest for i, digest in enumerate(digests)}
         self.session = RefitSession(self._agreement(), self.trainer, self.pool, tables, recipe.refit.verify)
         self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
@@ -186,24 +192,19 @@ class Run:
 
     def _agreement(self) -> Agreement:
         refit, layout, engine = self.recipe.refit, self.recipe.trainer.parallel.layout(), self.recipe.rollout.layout()
-        transport = refit.transport if refit.transport != "auto" else "nccl" if gpus_per_actor() else "gloo"
+        best = "gloo" if not gpus_per_actor() else "ipc" if self.recipe.rollout.colocated else "nccl"
+        transport = best if refit.transport == "auto" else refit.transport
         host, port = self.trainer.address
         folder = str((self.folder / "refit").resolve()) if transport == "disk" else ""
         meeting = Meeting(host, port, layout.world + engine.world, layout.world, refit.timeout_s, folder=folder)
-        return Agreement(layout, engine, refit.bucket_mib * 2**20, transport, meeting, self._placement(), refit.delta)
+        return Agreement(layout, engine, refit.bucket_mib * 2**20, transport, meeting, Placement(*self.places.numbered()), refit.delta)
 
-    def _placement(self) -> Placement:
-        """Which node each trainer rank and each engine came to live on."""
-        trainer, engines, tp = self.trainer.nodes(), self.pool.nodes(), self.recipe.rollout.layout().tp
-        number = {node: i for i, node in enumerate(dict.fromkeys(trainer + engines))}
-        return Placement(tuple(number[n] for n in trainer), tuple(number[n] for n in engines for _ in range(tp)))
-
-    def _check_resources(self, actors: int) -> None:
+    def _check_resources(self, ranks: int, cpus: int) -> None:
         have = ray.cluster_resources()
-        for kind, each in (("GPU", gpus_per_actor()), ("CPU", 1)):
-            if actors * each > have.get(kind, 0):
+        for kind, each in (("GPU", gpus_per_actor()), ("CPU", cpus)):
+            if ranks * each > have.get(kind, 0):
                 raise RecipeError(
-                    f"the run needs {actors} {kind}s (one for each trainer rank of trainer.parallel and each of rollout.replicas), "
+                    f"the run needs {ranks * each} {kind}s for the ranks of trainer.parallel and of rollout.parallel times rollout.replicas, "
                     f"the Ray cluster has {have.get(kind, 0):.0f}; use a smaller layout, fewer replicas or a larger cluster"
                 )
 
@@ -223,13 +224,27 @@ class Run:
 
     # --- phases that are not the algorithm's -------------------------------------------------------------------
 
+    def rest_engines(self) -> None:
+        """Where engines share the trainer's GPUs: they have none of the memory until the next refit."""
+        if self.recipe.rollout.colocated:
+            with span("sleep"):
+                self.pool.pause("drain")
+                self.pool.sleep()
+                self.asleep = True
+
     def refit(self) -> None:
         """Give every engine the trainer's current weights as the next version."""
         with span("refit"):
-            self.pool.pause("drain")
+            if self.asleep:
+                self.pool.wake("weights", self.session.engines)
+            else:
+                self.pool.pause("drain")
             self.version += 1
             outcome = self.session.run(self.version)
             self.pool.serving = outcome.serving
+            if self.asleep:
+                self.pool.wake("kv_cache", self.session.engines)
+                self.asleep = False
             self.pool.resume()
         for engine, reason in outcome.failed.items():
             console.print(f"engine {engine} did not take version {self.version} and serves nothing: {reason}")
@@ -306,6 +321,8 @@ class Run:
             "prompts_dropped": self.dropped,
             "seconds": round(self.summary["seconds"] + time.perf_counter() - self.started, 1),
             "engines": self.pool.stats(),
+            "engines_lost": self.pool.lost,
+            "requests_reissued": self.pool.reissued,
             "seconds_by_phase": {name: round(s, 2) for name, s in span.total.items()},
             "checkpoint": str(self._checkpoint_path(self.step)),
         }

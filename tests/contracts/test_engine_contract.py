@@ -54,8 +54,17 @@ def test_greedy_tokens_are_the_likeliest(engine, folder):
             assert float(row.max() - row[token]) <= 0.05, (token, int(row.argmax()))
 
 
+def release(engine) -> str:
+    """Of TensorRT-LLM; empty for other engines."""
+    return getattr(engine, "release", "")
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_under_the_distribution_that_sampled(engine, folder, temperature):
+    if release(engine) == "1.2.1" and temperature != 1.0:
+        with pytest.raises(EngineError, match=r"1\.2\.1 reports log-probs before temperature"):
+            run(engine, request("refused", temperature=temperature))
+        return
     asked = [request(f"lp-{temperature}-{i}", PROMPT[: 5 + i], temperature=temperature, seed=i, max_tokens=12) for i in range(8)]
     errors = []
     for one, done in zip(asked, run(engine, *asked), strict=True):
@@ -65,6 +74,8 @@ def test_logprobs_are_under_the_distribution_that_sampled(engine, folder, temper
 
 
 def test_seeds_repeat_and_differ(engine):
+    if release(engine) in ("1.2.1", "1.3.0rc15"):
+        pytest.skip("TorchSampler of this TensorRT-LLM draws for all requests from one generator (until PR #17172)")
     first, again, other = run(engine, request("s1", seed=4), request("s2", seed=4), request("s3", seed=5))
     assert first.tokens == again.tokens != other.tokens
 

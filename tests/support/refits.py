@@ -137,12 +137,12 @@ class Group:
 
 def connect(engine: Any, folder: Path | str, scale: float = 1.0) -> TrainerMember:
     """Join `engine`, a started RolloutEngine, with a trainer of one rank that holds the checkpoint times `scale`."""
-    store = open_store()
-    meeting = Meeting("127.0.0.1", store.port, 2, 1, 20.0)
-    agreement = Agreement(ONE_RANK, ONE_ENGINE, 100_000, "gloo", meeting)
+    store, layout = open_store(), getattr(engine, "layout", ONE_ENGINE)
+    meeting = Meeting("127.0.0.1", store.port, 1 + layout.world, 1, 20.0)
+    agreement = Agreement(ONE_RANK, layout, 100_000, "gloo", meeting)
     weights = list(megatron_parameters(folder, ONE_RANK, 0, scale).items())
     trainer = TrainerMember(agreement, engine.arch, engine.table, 0, weights, input_scales=input_scales(engine.table))
-    assert engine.agree_refit(agreement, 0) == [trainer.digest]
+    assert engine.agree_refit(agreement, 0) == [trainer.digest] * layout.world
     raised(together(trainer.join, engine.join_refit))
     trainer.store = store  # lives as long as the trainer
     return trainer

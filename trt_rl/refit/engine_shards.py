@@ -20,6 +20,8 @@ _VOCAB_UNIT = 64  # vLLM's VocabParallelEmbedding pads the vocabulary to a multi
 def wanted(name: str, shape: tuple[int, ...], arch: Arch, layout: EngineLayout, at: EngineShard) -> Box | None:
     """The box of HF tensor `name` that the engine rank at `at` holds; None if it holds nothing of it."""
     whole = tuple((0, n) for n in shape)
+    if layout.whole:
+        return whole
     if match := _EXPERT.fullmatch(name):
         each = arch.experts // layout.ep
         if int(match[1]) // each != at.ep:

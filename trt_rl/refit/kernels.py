@@ -362,3 +362,18 @@ class FusedLandings:
                 digests.digest(part.name, address, stride, width, part.nbytes, position)
             self._tables[plan.number] = (store.done(), fetch.done(), digests.done())
         return self._tables[plan.number]
+
+
+def digest_views(views: list[torch.Tensor]) -> list[int]:
+    """Digest of each tensor's values in row-major order, on its GPU.
+
+    Raises:
+        RefitError: rows of a tensor are not contiguous or not aligned to 4 bytes.
+    """
+    device = views[0].device
+    rows, found = _Rows(device), torch.zeros(len(views), dtype=torch.int64, device=device)
+    for position, view in enumerate(views):
+        address, stride, width = _geometry(f"tensor {position}", view)
+        rows.digest(f"tensor {position}", address, stride, width, view.numel() * view.element_size(), position)
+    rows.done().launch(_digest, 0, found)
+    return found.tolist()

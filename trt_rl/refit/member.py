@@ -16,6 +16,7 @@ from trt_rl.refit.landing import Landings
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.route import RELAYING, Placement, Route
 from trt_rl.refit.source import ShardSource
+from trt_rl.refit.staging import Staging
 from trt_rl.refit.stream import Receiver, Refit, Report, Sender
 from trt_rl.refit.transports import open_link
 from trt_rl.refit.transports.delta import DeltaLink
@@ -148,11 +149,15 @@ class TrainerMember(_Member):
 class EngineMember(_Member):
     """An engine rank's end of the refit."""
 
-    def __init__(self, agreement: Agreement, arch: Arch, table: PrecisionTable, landings: Landings) -> None:
+    def __init__(self, agreement: Agreement, arch: Arch, table: PrecisionTable, landings: Landings | Staging) -> None:
+        """
+        Args:
+            landings: live tensors to write to, or the staging of an engine that loads whole tensors by itself.
+        """
         super().__init__(agreement, arch, table, agreement.trainer.world + landings.rank)
         landings.check(self.route)
         self.target = landings
-        if agreement.on_gpu and any(place.view.is_cuda for place in landings.places.values()):
+        if isinstance(landings, Landings) and agreement.on_gpu and any(p.view.is_cuda for p in landings.places.values()):
             from trt_rl.refit.kernels import FusedLandings
 
             self.target = FusedLandings(landings)

@@ -18,9 +18,28 @@ class Capabilities:
     """Whether one replica may have several ranks (`rollout.parallel`)."""
     fused: bool
     """Whether q/k/v and gate/up are one tensor, so that FP8 blocks must end where these end."""
+    places_workers: bool = False
+    """Whether the engine starts a Ray worker for every rank in bundles that it is given, on any node; if not, its actor
+    holds the GPUs of one replica, all on one node."""
+    whole_tensors: bool = False
+    """Whether every rank loads whole tensors and cuts them itself, so that a refit brings them whole."""
+    duplicates_scales: bool = True
+    """Whether FP8 blocks of KV heads can be repeated on ranks, where there are fewer heads than ranks, in dense models."""
 
 
+_ALL_PAUSES: tuple[PauseMode, ...] = ("drain", "abort", "keep")
 CAPABILITIES = {
-    "hf": Capabilities(("bf16", "fp8_block", "fp8_per_tensor"), ("drain", "abort", "keep"), sleep=False, parallel=False, fused=False),
-    "vllm": Capabilities(("bf16", "fp8_block"), ("drain", "abort", "keep"), sleep=False, parallel=False, fused=True),
+    "trtllm": Capabilities(
+        ("bf16", "fp8_block"),
+        _ALL_PAUSES,
+        sleep=True,
+        parallel=True,
+        fused=True,
+        places_workers=True,
+        whole_tensors=True,
+        duplicates_scales=False,
+    ),
+    "vllm": Capabilities(("bf16", "fp8_block"), _ALL_PAUSES, sleep=True, parallel=True, fused=True),
+    "sglang": Capabilities(("bf16", "fp8_block"), ("drain", "abort"), sleep=True, parallel=True, fused=True),
+    "hf": Capabilities(("bf16", "fp8_block", "fp8_per_tensor"), _ALL_PAUSES, sleep=False, parallel=False, fused=False),
 }

@@ -52,6 +52,17 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Home:
+    """Where an engine that places its own workers is to put them: rank r in bundle `bundles[r]`."""
+
+    group: Any
+    """A Ray placement group."""
+    bundles: tuple[int, ...]
+    gpu_share: float | None = None
+    """Of a GPU, for each worker; None takes the engine's default of a whole one."""
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt to be continued once. Requests that share a prompt share its prefill."""
 
@@ -89,6 +100,8 @@ class RolloutEngine(ABC):
     """An engine inside its own process. Methods may be called from any thread; `generate` from an event loop."""
 
     capabilities: Capabilities
+    home: Home | None = None
+    """Set before `start` where `capabilities.places_workers`."""
 
     @abstractmethod
     def start(self) -> None:
@@ -100,6 +113,7 @@ class RolloutEngine(ABC):
 
         Raises:
             EngineError: bad sampling values, an empty or over-long prompt, or no committed weights.
+            EngineLost: the engine or one of its workers ended; the request may be given to another engine.
         """
 
     async def generate_many(self, requests: list[Request]) -> list[Completion]:
@@ -117,6 +131,18 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def resume(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Give GPU memory of weights and KV cache back. The engine serves nothing until `wake` and a refit that commits.
+
+        Raises:
+            EngineError: requests are running, or the engine cannot sleep.
+        """
+        raise EngineError("this engine cannot sleep")
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take memory again: for weights before a refit, for the KV cache after it."""
+        raise EngineError("this engine cannot sleep")
 
     @abstractmethod
     def agree_refit(self, agreement: Agreement, replica: int) -> list[str]:
@@ -174,7 +200,12 @@ class RolloutEngine(ABC):
         """End the engine; waiting requests fail with an EngineError."""
 
 
-ENGINES = {"hf": "trt_rl.rollout.hf:HFEngine", "vllm": "trt_rl.rollout.vllm:VllmEngine"}
+ENGINES = {
+    "trtllm": "trt_rl.rollout.trtllm:TrtllmEngine",
+    "vllm": "trt_rl.rollout.vllm:VllmEngine",
+    "sglang": "trt_rl.rollout.sglang:SglangEngine",
+    "hf": "trt_rl.rollout.hf:HFEngine",
+}
 
 
 def make_engine(

@@ -20,7 +20,7 @@ import torch
 
 from trt_rl import cpu_gemm
 from trt_rl.arch import Arch
-from trt_rl.errors import EngineError, RefitError
+from trt_rl.errors import EngineError, EngineLost, RefitError
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.landing import Landings, Place
 from trt_rl.refit.member import Agreement, EngineMember
@@ -136,8 +136,10 @@ class HFEngine(RolloutEngine):
                 raise EngineError(f"request {request.id}: {problem}")
         jobs = [_Job(r, Future(), Completion(r.id), random.Random(r.sampling.seed)) for r in requests]
         with self._turn:
-            if self.poisoned or self._stopping:
-                raise EngineError(f"the engine serves nothing: {self.poisoned or 'it is stopping'}")
+            if self._stopping:
+                raise EngineLost(f"the engine serves nothing: {self.poisoned or 'it is stopping'}")
+            if self.poisoned:
+                raise EngineError(f"the engine serves nothing: {self.poisoned}")
             self._waiting.extend(jobs)
             self._stats["requests"] += len(jobs)
             self._turn.notify_all()
@@ -238,9 +240,9 @@ class HFEngine(RolloutEngine):
                 with self._turn:
                     self._busy = False
                     self._deliver([job for job in self._running if job.over])
-            self._fail_all(EngineError("the engine was stopped"))
+            self._fail_all(EngineLost("the engine was stopped"))
         except BaseException as error:  # whoever waits for a result must hear of any failure, whatever it is
-            self._fail_all(EngineError(f"the engine's thread failed: {error!r}"))
+            self._fail_all(EngineLost(f"the engine's thread failed: {error!r}"))
             raise
 
     def _has_work(self) -> bool:

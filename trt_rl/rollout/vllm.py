@@ -13,12 +13,12 @@ import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trt_rl.arch import Arch
-from trt_rl.errors import EngineError, RefitError
+from trt_rl.errors import EngineError, EngineLost, RefitError
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
@@ -27,7 +27,6 @@ from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
 from trt_rl.rollout.engine import Completion, Request, RolloutEngine, request_problem
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
-_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 # Kernels that rearrange or requantize weights after loading; a refit writes them as the checkpoint has them.
 _ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
@@ -41,14 +40,19 @@ _WAIT_S = 600.0  # for one answer of vLLM to a control call
 class VllmEngine(RolloutEngine):
     capabilities = CAPABILITIES["vllm"]
 
-    def __init__(self, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, **options: Any) -> None:
+    def __init__(
+        self, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, sleep: bool = False, **options: Any
+    ) -> None:
         """
         Args:
+            sleep: start the engine so that it can sleep.
             options: fields of vLLM's `AsyncEngineArgs`, under its names, e.g. gpu_memory_utilization, max_num_seqs.
         """
         self.model_path, self.arch, self.table, self.layout, self.options = model_path, arch, table, layout, options
         self.version: int | None = None
         self.poisoned: str | None = "no weights yet: the first refit has not committed"
+        self.can_sleep = sleep
+        self._asleep: set[str] = set()
         self._received: int | None = None
         self._running: set[str] = set()
         self._lock = threading.Lock()
@@ -86,9 +90,11 @@ class VllmEngine(RolloutEngine):
         if quantization is not None:
             overrides["quantization_config"] = quantization
         backend = {"linear_backend": "triton", "moe_backend": "triton"} if torch.cuda.is_available() and quantization else {}
-        longest = {"max_model_len": self.arch.max_positions}
+        defaults: dict[str, Any] = {"max_model_len": self.arch.max_positions}
+        if self.layout.tp > 1:
+            defaults["distributed_executor_backend"] = "mp"  # inside a placement group vLLM would look for bundles of its own
         return {
-            **longest,
+            **defaults,
             **backend,
             **self.options,
             "model": self.model_path,
@@ -102,6 +108,7 @@ class VllmEngine(RolloutEngine):
             "logprobs_mode": "processed_logprobs",  # under the distribution that sampled, temperature included
             "worker_extension_cls": "trt_rl.rollout.vllm_worker.RefitExtension",
             "disable_log_stats": True,
+            "enable_sleep_mode": self.can_sleep,
         }
 
     def stop(self) -> None:
@@ -109,7 +116,7 @@ class VllmEngine(RolloutEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def health(self) -> dict[str, Any]:
-        return {"version": self.version, "poisoned": self.poisoned, "alive": not self._llm.errored}
+        return {"version": self.version, "poisoned": self.poisoned, "asleep": sorted(self._asleep), "alive": not self._llm.errored}
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -136,8 +143,12 @@ class VllmEngine(RolloutEngine):
 
         if (problem := request_problem(request, self.arch)) is not None:
             raise EngineError(f"request {request.id}: {problem}")
+        if self._llm.errored:
+            raise EngineLost(f"the engine serves nothing: {self.poisoned}")
         if self.poisoned:
             raise EngineError(f"the engine serves nothing: {self.poisoned}")
+        if self._asleep:
+            raise EngineError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it first")
         sampling = request.sampling
         parameters = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -159,14 +170,14 @@ class VllmEngine(RolloutEngine):
                 last = output
         except EngineDeadError as error:
             self.poisoned = f"vLLM's engine process ended: {error}"
-            raise EngineError(f"request {request.id}: {self.poisoned}") from error
+            raise EngineLost(f"request {request.id}: {self.poisoned}") from error
         finally:
             self._running.discard(request.id)
         result = last.outputs[0]
         done.tokens = list(result.token_ids)
         done.logprobs = [entry[token].logprob for entry, token in zip(result.logprobs or [], done.tokens, strict=True)]
         done.versions = [version] * len(done.tokens)
-        done.finish = _FINISH.get(result.finish_reason, "abort")
+        done.finish = result.finish_reason if result.finish_reason in ("stop", "length") else "abort"
         with self._lock:
             self._stats["requests"] += 1
             self._stats["generated_tokens"] += len(done.tokens)
@@ -196,6 +207,22 @@ class VllmEngine(RolloutEngine):
 
         self._wait(resume())
 
+    # --- sleep -------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        if not self.can_sleep:
+            raise EngineError("the engine was not started to sleep; set rollout.colocated = true")
+        if self._running:
+            raise EngineError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before it sleeps")
+        self.poisoned = "asleep: its weights are gone until a refit commits"
+        self._wait(self._llm.sleep(level=2))  # weights are dropped, not kept in host memory: a refit brings all of them
+        self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        if what in self._asleep:
+            self._wait(self._llm.wake_up(tags=[what]))
+            self._asleep.discard(what)
+
     # --- refit -------------------------------------------------------------------------------------------------
 
     def agree_refit(self, agreement: Agreement, replica: int) -> list[str]:
@@ -209,6 +236,8 @@ class VllmEngine(RolloutEngine):
     def prepare_refit(self, version: int) -> None:
         if self.version is not None and version <= self.version:
             raise RefitError(f"version {version} is not newer than the engine's {self.version}")
+        if "weights" in self._asleep:
+            raise RefitError("the engine sleeps; wake its weights before a refit")
         self._rpc("trt_rl_prepare")
 
     def receive_refit(self, refit: Refit) -> list[dict[str, Any]]:

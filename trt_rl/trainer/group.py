@@ -12,7 +12,8 @@ import torch.distributed as dist
 from trt_rl.batch import Batch
 from trt_rl.config import Recipe
 from trt_rl.errors import RefitError
-from trt_rl.processes import gather, gpus_per_actor
+from trt_rl.placement import Places
+from trt_rl.processes import gather
 
 
 class MegatronActor:
@@ -50,8 +51,8 @@ class MegatronActor:
 
         self.trainer = MegatronRank(self.recipe)
 
-    def node(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+    def gpu(self) -> str:
+        return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def do(self, method: str, *args: Any) -> Any:
         return getattr(self.trainer, method)(*args)
@@ -67,11 +68,9 @@ class TrainerGroup:
     """Of the store at which processes of this run meet; known once `build` has begun."""
 
     @classmethod
-    def start(cls, recipe: Recipe) -> TrainerGroup:
-        world = recipe.trainer.parallel.layout().world
-        actor = ray.remote(num_cpus=1, num_gpus=gpus_per_actor())(MegatronActor)
-        actors = [actor.options(name=f"trainer-{rank}").remote(recipe, rank) for rank in range(world)]
-        return cls(recipe, actors)
+    def start(cls, recipe: Recipe, places: Places) -> TrainerGroup:
+        actor, ranks = ray.remote(MegatronActor), range(recipe.trainer.parallel.layout().world)
+        return cls(recipe, [actor.options(name=f"trainer-{r}", **places.trainer_options(r)).remote(recipe, r) for r in ranks])
 
     def build(self) -> None:
         """Bring up process groups and load the model. Ranks start together, so call it once all actors exist."""
@@ -90,9 +89,9 @@ class TrainerGroup:
         """Start `method` on every rank without waiting."""
         return [actor.do.remote(method, *args) for actor in self.actors]
 
-    def nodes(self) -> list[str]:
-        """Ray node of every rank."""
-        return self._wait([actor.node.remote() for actor in self.actors])
+    def gpus(self) -> list[str]:
+        """GPU of every rank, as its node numbers it; empty without GPUs."""
+        return self._wait([actor.gpu.remote() for actor in self.actors])
 
     def calibrate(self, batch: Batch) -> dict[str, float]:
         """Calibrate activations for fp8_per_tensor on every rank; the input scales, the same on all."""
