@@ -314,9 +314,38 @@ OWNED_ENGINE = {
     },
     "sglang": {
         **dict.fromkeys(("model_path", "tokenizer_path", "skip_tokenizer_init"), "model.path (engines take and give token ids)"),
-        **dict.fromkeys(("tp_size", "ep_size", "dp_size", "pp_size"), "rollout.parallel"),
+        **dict.fromkeys(
+            (
+                "tp_size",
+                "ep_size",
+                "dp_size",
+                "pp_size",
+                "dcp_size",
+                "attn_cp_size",
+                "moe_dp_size",
+                "moe_dense_tp_size",
+                "enable_dp_attention",
+                "enable_dp_lm_head",
+                "nnodes",
+                "node_rank",
+            ),
+            "rollout.parallel",
+        ),
         **dict.fromkeys(("quantization", "load_format", "dtype"), "refit.format (weights come with the first refit)"),
-        "enable_memory_saver": "rollout.colocated",
+        **dict.fromkeys(("enable_memory_saver", "sleep"), "rollout.colocated"),
+        "sampling_defaults": "rollout.sampling",
+        **dict.fromkeys(
+            (
+                "speculative_algorithm",
+                "enable_lora",
+                "enable_eplb",
+                "ep_num_redundant_experts",
+                "init_expert_location",
+                "cpu_offload_gb",
+                "offload_group_size",
+            ),
+            "nothing: a refit writes the model's own weights, where they are",
+        ),
     },
 }
 

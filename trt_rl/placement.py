@@ -133,13 +133,17 @@ def _in_trainer(trainer: Bundles, at: range, places_workers: bool, on_gpu: bool)
 
 
 def _alone(recipe: Recipe, replica: int, tp: int, on_gpu: bool) -> EnginePlace:
-    """A replica on one node, in one actor that holds all its GPUs."""
+    """A replica whose actor holds all its GPUs, on one node; or vLLM's own Ray workers in a bundle each, on any."""
+    if recipe.rollout.engine == "vllm" and recipe.rollout.vllm.get("distributed_executor_backend") == "ray":
+        own = Bundles.reserve([{"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}] * tp, recipe.run.wait_s, f"engine {replica}")
+        inside = PlacementGroupSchedulingStrategy(own.group, own.order[0], placement_group_capture_child_tasks=True)
+        return EnginePlace({"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": inside}, own.nodes)
     need = {"CPU": 1.0, "GPU": float(tp)} if on_gpu else {"CPU": float(tp)}
     largest = max((node["Resources"].get("GPU" if on_gpu else "CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
     if largest < tp:
         raise RecipeError(
             f"rollout.parallel.tp = {tp}: engine {recipe.rollout.engine!r} keeps a replica on one node, and the largest has {largest:.0f} "
-            f"{'GPUs' if on_gpu else 'CPUs'}; lower it, or use trtllm, which spans nodes"
+            f"{'GPUs' if on_gpu else 'CPUs'}; lower it, use trtllm, or set rollout.vllm.distributed_executor_backend = ray"
         )
     own = Bundles.reserve([need], recipe.run.wait_s, f"engine {replica}")
     options = {"num_cpus": need["CPU"], "num_gpus": need.get("GPU", 0), "scheduling_strategy": own.strategy(0)}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
+
+import ray
 
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
+from trt_rl.errors import EngineLost
 from trt_rl.placement import see_gpus
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.rollout.engine import Completion, Home, Request, make_engine
@@ -17,6 +21,7 @@ class EngineActor:
 
     def __init__(self, recipe: Recipe, index: int, home: Home | None = None) -> None:
         self.recipe, self.index, self.home = recipe, index, home
+        self._calls, self._busy_s, self._since = 0, 0.0, 0.0
 
     async def start(self, own_gpus: list[str], other_gpus: list[str]) -> str:
         """Bring the engine up without weights; returns the digest of its precision table.
@@ -39,7 +44,19 @@ class EngineActor:
         return table.digest
 
     async def generate(self, requests: list[Request]) -> list[Completion]:
-        return await self.engine.generate_many(requests)
+        if not self._calls:
+            self._since = time.perf_counter()
+        self._calls += 1
+        try:
+            return await self.engine.generate_many(requests)
+        except EngineLost as error:
+            context = ray.get_runtime_context()
+            log = f"worker-{context.get_worker_id()}-*.err"
+            raise EngineLost(f"{error}; what it said last is in {log} in Ray's session logs of node {context.get_node_id()}") from error
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._busy_s += time.perf_counter() - self._since
 
     async def control(self, method: str, *args: Any) -> Any:
         """`pause`, `resume`, `sleep` or `wake`; see `RolloutEngine`."""
@@ -53,4 +70,5 @@ class EngineActor:
         return self.engine.health()
 
     async def stats(self) -> dict[str, float]:
-        return self.engine.stats()
+        """The engine's counters, and the seconds in which it had requests."""
+        return self.engine.stats() | {"busy_s": round(self._busy_s, 4)}

@@ -46,8 +46,8 @@ _REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError
 class _Running:
     request: Request
     result: Any = None
-    """TensorRT-LLM's own, once the request is with it."""
-    aborted: bool = False
+    """TensorRT-LLM's own, while the request is with it."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -197,7 +197,7 @@ class TrtllmEngine(RolloutEngine):
             answers = self._wait(self._llm.collective_rpc(method, args=args))
         except RayError as error:
             if _is_death(error):
-                raise self._fail(EngineLost(f"a TensorRT-LLM worker ended: {_first_line(error)}")) from error
+                raise (self._wait(self._look()) or self._fail(EngineLost(f"a TensorRT-LLM worker ended: {_first_line(error)}"))) from error
             raise RefitError(f"{method} failed in a TensorRT-LLM worker: {_first_line(error)}") from error
         except _REFUSALS as error:
             raise RefitError(f"{method} failed in a TensorRT-LLM worker: {type(error).__name__}: {error}") from error
@@ -214,8 +214,8 @@ class TrtllmEngine(RolloutEngine):
             if not self._lost.done():
                 self._lost.set_exception(error)
                 self._lost.exception()  # whoever waits raises it; nobody may be waiting
+            self.poisoned = str(error)  # not before: a request that finds the reason finds the engine lost as well
 
-        self.poisoned = str(error)
         self._loop.call_soon_threadsafe(tell)
         return error
 
@@ -224,11 +224,22 @@ class TrtllmEngine(RolloutEngine):
         while not self._lost.done():
             await asyncio.sleep(_PULSE_S)
             if self._running and self._gate.open.is_set():
+                await self._look()
+
+    async def _look(self) -> EngineLost | None:
+        """Ask the workers whether they live; the engine is lost if one of them has ended."""
+
+        async def ask(rank: int) -> EngineLost | None:
+            with contextlib.suppress(TimeoutError):  # a worker that is busy answers later
                 try:
-                    await self._llm.collective_rpc("trt_rl_alive")
+                    await asyncio.wait_for(self._llm.collective_rpc("trt_rl_alive", unique_reply_rank=rank), _PULSE_S)
                 except RayError as error:
                     if _is_death(error):
-                        self._fail(EngineLost(f"a TensorRT-LLM worker ended: {_first_line(error)}"))
+                        return EngineLost(f"the TensorRT-LLM worker of rank {rank} ended: {_first_line(error)}")
+            return None
+
+        dead = next(filter(None, await asyncio.gather(*map(ask, range(self.layout.tp)))), None)
+        return dead and self._fail(dead)
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -238,11 +249,11 @@ class TrtllmEngine(RolloutEngine):
     async def _generate(self, request: Request) -> Completion:
         if (problem := request_problem(request, self.arch)) is not None:
             raise EngineError(f"request {request.id}: {problem}")
-        done, running = Completion(request.id), _Running(request)
-        await self._pass_gate()
+        done, running = Completion(request.id, finish="abort"), _Running(request)
         self._running[request.id] = running
         try:
-            while True:
+            await self._pass_gate(running)
+            while not running.aborted.is_set():
                 result, version = await self._once(running, done), self.version
                 output = result.outputs[0]
                 done.tokens += output.token_ids
@@ -252,11 +263,11 @@ class TrtllmEngine(RolloutEngine):
                 done.finish = _finish(output.finish_reason)
                 self._count(result)
                 left = request.sampling.max_tokens - len(done.tokens)
-                if done.finish != "abort" or running.aborted or not self._gate.keep or not left:
+                if done.finish != "abort" or not self._gate.keep or not left:
                     break
                 running.result = None
-                await self._pass_gate()  # a pause that keeps: go on from the tokens there are
-                self._stats["continued"] += 1
+                await self._pass_gate(running)  # a pause that keeps: go on from the tokens there are
+                self._stats["continued"] += not running.aborted.is_set()
         finally:
             self._running.pop(request.id, None)
         with self._lock:
@@ -284,13 +295,18 @@ class TrtllmEngine(RolloutEngine):
         except RayError as error:
             raise self._fail(EngineLost(f"TensorRT-LLM lost a worker: {_first_line(error)}")) from error
         except _REFUSALS as error:
+            if (lost := await self._look()) is not None:  # what looks like a refusal may be the echo of a worker's end
+                raise lost from error
             raise EngineError(f"request {request.id}: TensorRT-LLM refused it: {type(error).__name__}: {error}") from error
 
-    async def _pass_gate(self) -> None:
-        """While paused, a request waits here, where it does not hold a refit up."""
-        opening = asyncio.ensure_future(self._gate.open.wait())
-        await asyncio.wait({opening, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-        opening.cancel()
+    async def _pass_gate(self, running: _Running) -> None:
+        """While paused, a request waits here, where it does not hold a refit up; an abort ends the wait. Nothing may be
+        awaited between the last look at the gate and TensorRT-LLM, or a pause could miss the request."""
+        while not (self._gate.open.is_set() or running.aborted.is_set() or self._lost.done()):
+            events = [asyncio.ensure_future(event.wait()) for event in (self._gate.open, running.aborted)]
+            await asyncio.wait({*events, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            for event in events:
+                event.cancel()
         if self._lost.done():
             raise self._lost.exception()
 
@@ -330,27 +346,30 @@ class TrtllmEngine(RolloutEngine):
 
     def abort(self, request_id: str) -> None:
         if (running := self._running.get(request_id)) is not None:
-            running.aborted = True
-            if running.result is not None:
-                running.result.abort()
+            self._loop.call_soon_threadsafe(running.aborted.set)
+            if (result := running.result) is not None:
+                result.abort()
 
     def pause(self, mode: PauseMode) -> None:
         if mode not in self.capabilities.pause_modes:
             raise EngineError(f"pause mode {mode!r} is unknown; modes: {', '.join(self.capabilities.pause_modes)}")
         self._on_loop(lambda: (self._gate.open.clear(), setattr(self._gate, "keep", mode == "keep")))
         deadline = time.monotonic() + _WAIT_S
-        while with_engine := [r for r in list(self._running.values()) if r.result is not None or mode != "keep"]:
-            if self.poisoned and self._lost.done():
+        while with_engine := self._with_engine():
+            if self._lost.done():
                 return
-            if mode != "drain":
-                for running in with_engine:
-                    if running.result is not None and not running.result.finished:
-                        running.result.abort()
+            for result in with_engine if mode != "drain" else ():
+                if not result.finished:
+                    result.abort()
             if time.monotonic() > deadline:
                 raise EngineError(f"{len(with_engine)} requests did not end within {_WAIT_S:.0f} s of a pause ({mode})")
             time.sleep(0.005)
         if self.features.pause_generation:
             self._wait(self._llm.pause_generation())
+
+    def _with_engine(self) -> list[Any]:
+        """Results that TensorRT-LLM works on. Requests that wait at the gate, new or kept by a pause, are not among them."""
+        return [result for running in list(self._running.values()) if (result := running.result) is not None]
 
     def resume(self) -> None:
         if self.features.pause_generation:
@@ -368,8 +387,8 @@ class TrtllmEngine(RolloutEngine):
     def sleep(self) -> None:
         if not self.can_sleep:
             raise EngineError("the engine was not started to sleep; set rollout.colocated = true")
-        if self._running:
-            raise EngineError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before it sleeps")
+        if running := len(self._with_engine()):
+            raise EngineError(f"{running} requests are running; pause the engine (drain or abort) before it sleeps")
         self.reset_prefix_cache()  # releasing memory does not clear the index of reusable blocks
         self.poisoned = "asleep: its weights are gone until a refit commits"
         self._wait_refusals(self._llm.release([*self._weight_tags(), "kv_cache"]))
@@ -413,9 +432,9 @@ class TrtllmEngine(RolloutEngine):
         self._rpc("trt_rl_prepare")
 
     def receive_refit(self, refit: Refit) -> list[dict[str, Any]]:
-        if self._running:
+        if running := len(self._with_engine()):
             self._rpc("trt_rl_disconnect")  # the trainer must not wait for this engine
-            raise RefitError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before a refit")
+            raise RefitError(f"{running} requests are running; pause the engine (drain or abort) before a refit")
         self.poisoned = f"a refit to version {refit.version} has begun and not committed"
         try:
             reports = self._rpc("trt_rl_receive", refit.version, refit.verify, refit.full)
@@ -473,4 +492,5 @@ def _is_death(error: RayError) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    error = getattr(error, "cause", None) or error  # what a worker raised, not where
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -27,8 +27,9 @@ from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
 from trt_rl.rollout.engine import Completion, Request, RolloutEngine, request_problem
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
-# Kernels that rearrange or requantize weights after loading; a refit writes them as the checkpoint has them.
+# Besides: no kernels that rearrange or requantize weights after loading; a refit writes them as the checkpoint has them.
 _ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process may have used CUDA before, which a fork does not survive
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_MOE_USE_DEEP_GEMM": "0",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",

@@ -1,0 +1,8 @@
+"""`tensorrt_llm.executor.ray_executor`, before 1.4."""
+
+from tensorrt_llm import _family
+
+_family.only_in(__name__, not _family.NEW_LAYOUT)
+from tensorrt_llm._fake_executor import RayExecutor  # noqa: E402
+
+__all__ = ["RayExecutor"]

@@ -1,0 +1,5 @@
+"""`tensorrt_llm.executor.utils`."""
+
+
+class RequestError(RuntimeError):
+    """The error raised when a request fails."""
