@@ -1,16 +1,34 @@
-"""The quickstart through another engine: one key of its recipe changes, and it learns."""
+"""The quickstart through other engines: one key of its recipe changes, and it learns."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-OPTIONS = ["rollout.vllm.enforce_eager=true", "rollout.vllm.block_size=32", "rollout.vllm.kv_cache_memory_bytes=268435456"]
+from tests.support.trtllm import environment
+
+VLLM = ["rollout.vllm.enforce_eager=true", "rollout.vllm.block_size=32", "rollout.vllm.kv_cache_memory_bytes=268435456"]
+TRAIN = [sys.executable, "-m", "trt_rl.cli", "train", "examples/quickstart/recipe.yaml", "run.tensorboard=false"]
+
+
+def finished(command: list[str], folder: Path, env: dict[str, str] | None = None) -> tuple[dict, list[dict]]:
+    """Run a training command to its end; its summary and the metrics of its steps."""
+    done = subprocess.run(
+        [*command, f"run.folder={folder}"], capture_output=True, text=True, timeout=280, check=False, env=os.environ | (env or {})
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [m for m in metrics if "loss" in m]
+    assert steps[0]["ppo_kl"] == 0.0 and max(abs(m["mismatch_kl"]) for m in steps) < 0.01
+    assert all(m["refit/verified_slices"] > 0 for m in steps)
+    return json.loads((folder / "summary.json").read_text()), steps
 
 
 @pytest.mark.skipif(
@@ -18,13 +36,15 @@ OPTIONS = ["rollout.vllm.enforce_eager=true", "rollout.vllm.block_size=32", "rol
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="options and format are those of vLLM's CPU build")
 def test_the_quickstart_learns_through_vllm(tmp_path):
-    changes = ["rollout.engine=vllm", "refit.format=bf16", "run.steps=6", f"run.folder={tmp_path}/run", "run.tensorboard=false", *OPTIONS]
-    command = [sys.executable, "-m", "trt_rl.cli", "train", "examples/quickstart/recipe.yaml", *changes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [m for m in metrics if "loss" in m]
-    assert steps[0]["ppo_kl"] == 0.0 and max(abs(m["mismatch_kl"]) for m in steps) < 0.01
-    assert all(m["refit/verified_slices"] > 0 for m in steps)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary, _ = finished([*TRAIN, "rollout.engine=vllm", "refit.format=bf16", "run.steps=6", *VLLM], tmp_path / "run")
     assert summary["heldout_accuracy_after"] > summary["heldout_accuracy_before"] + 0.1
+
+
+@pytest.mark.trtllm
+def test_fp8_training_through_tensorrt_llm_across_two_nodes(tmp_path):
+    """Trainer TP2 and engine TP2 span two nodes, on the same bundles: the engine sleeps while the trainer works."""
+    nodes = [sys.executable, "-m", "tests.support.two_nodes", "2", "2", "--"]
+    shape = ["rollout.engine=trtllm", "rollout.parallel.tp=2", "rollout.colocated=true", "refit.bf16_attention=true", "run.steps=2"]
+    summary, steps = finished([*nodes, *TRAIN, *shape], tmp_path / "run", environment("1.3.0rc29"))
+    assert summary["heldout_accuracy_after"] > summary["heldout_accuracy_before"]
+    assert steps[0]["refit/verified_slices"] > 0 and summary["weight_version"] == 2 and not summary["engines_lost"]

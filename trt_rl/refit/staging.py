@@ -104,7 +104,7 @@ class Staging:
     def _hand_over(self) -> None:
         """A loader's failure is told at the end: until then other members may depend on this one passing buckets on."""
         ready, self._complete = self._complete, {}
-        if self._failure is None and not any(arrival.mismatches for arrival in self._arrived):
+        if ready and self._failure is None and not any(arrival.mismatches for arrival in self._arrived):
             try:
                 self.loader(ready)
             except RefitError as error:

@@ -110,7 +110,7 @@ class RolloutPool:
     def _hand_out(self, waiting: deque, queued: dict[int, int], under_way: dict, requests: list[Request]) -> None:
         """Give waiting groups to the engines with the fewest queued tokens."""
         if not queued:
-            raise EngineLost("no engine is left: " + "; ".join(f"engine {i}: {why}" for i, why in self.lost.items()))
+            raise EngineLost("no engine is left: " + ("; ".join(self.lost.values()) or "none has taken the last refit"))
         total = sum(group.tokens for group in waiting) + sum(queued.values())
         room = total if len(queued) == 1 else total / len(queued) * _AT_ONCE
         given: dict[int, list[_Group]] = {}

@@ -67,6 +67,10 @@ class VllmEngine(RolloutEngine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings = self.engine_args()
+        if settings.get("distributed_executor_backend") == "ray":
+            import ray
+
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # vLLM's engine process would start a cluster of its own
         try:
             arguments = AsyncEngineArgs(**settings)
         except TypeError as error:
@@ -156,7 +160,7 @@ class VllmEngine(RolloutEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed,
+            seed=sampling.seed % 2**63,  # vLLM keeps it in a signed number
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # stop tokens are the caller's
             logprobs=0,  # of the sampled token, no others

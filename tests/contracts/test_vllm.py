@@ -1,0 +1,77 @@
+"""What only vLLM's adapter promises; the rest is in `test_engine_contract.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from tests.contracts.conftest import OPTIONS
+from tests.support.refits import refit_engine
+from trt_rl.arch import Arch
+from trt_rl.errors import EngineError, EngineLost
+from trt_rl.layout import EngineLayout
+from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
+from trt_rl.rollout.engine import Request, Sampling, make_engine
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; `tests/run.sh --vllm` installs a CPU build"
+)
+
+
+def start(folder, sleep=False):
+    arch = Arch.load(folder)
+    table = PrecisionTable.build(arch, PrecisionPolicy("bf16"))
+    engine = make_engine("vllm", str(folder), arch, table, EngineLayout(), OPTIONS["vllm"] | {"sleep": sleep})
+    engine.start()
+    return engine
+
+
+def test_a_killed_engine_process_ends_waiting_requests(folder):
+    engine = start(folder)
+    refit_engine(engine, folder, 0)
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            asyncio.run(engine.generate(Request("long", (3, 4, 5), Sampling(max_tokens=500))))
+        except EngineError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=ask, daemon=True)
+    waiting.start()
+    time.sleep(1.0)
+    (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline())]
+    os.kill(core.pid, signal.SIGKILL)
+    waiting.join(60)
+    assert found and isinstance(found[0], EngineLost) and "vLLM's engine process ended" in str(found[0])
+    with pytest.raises(EngineLost):
+        asyncio.run(engine.generate(Request("later", (3, 4), Sampling(max_tokens=2))))
+    engine.stop()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's CPU build cannot sleep")
+def test_sleep_gives_memory_back(folder):
+    engine = start(folder, sleep=True)
+    refit_engine(engine, folder, 0)
+    (before,) = asyncio.run(engine.generate_many([Request("a", (3, 4, 5), Sampling(max_tokens=8, temperature=0.0))]))
+    awake = torch.cuda.mem_get_info()[0]
+    engine.pause("drain")
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - awake > 2**30, "less than a GiB came back"
+    with pytest.raises(EngineError, match="asleep"):
+        asyncio.run(engine.generate(Request("b", (3, 4), Sampling(max_tokens=2))))
+    engine.wake("weights")
+    refit_engine(engine, folder, 1)
+    engine.wake("kv_cache")
+    engine.resume()
+    (after,) = asyncio.run(engine.generate_many([Request("c", (3, 4, 5), Sampling(max_tokens=8, temperature=0.0))]))
+    assert after.tokens == before.tokens and set(after.versions) == {1}
+    engine.stop()
