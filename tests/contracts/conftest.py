@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models import write_model
 from tests.support.refits import refit_engine
-from tests.support.trtllm import REAL, RemoteEngine
+from tests.support.trtllm import FAMILIES, REAL, RemoteEngine
 from trt_rl.arch import Arch
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
@@ -29,6 +29,25 @@ OPTIONS = {
 NEEDS = {"hf": "transformers", "vllm": "vllm"}
 TRTLLM = {"trtllm-1.2.1": 1, "trtllm-1.3.0rc15": 2, "trtllm-1.3.0rc29": 1, "trtllm-1.4.0rc1": 2}
 """Release of the contract fake -> tensor parallelism. Where TensorRT-LLM is installed, that one is meant by the first of them."""
+FLOOR = "1.3.0rc15"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all-releases", action="store_true", help="test against every imitated release of TensorRT-LLM, not its floor alone")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out other releases than the floor, and slow tests, unless asked for: an engine takes seconds to start."""
+    if config.getoption("--all-releases", default=False):
+        return
+    skip = pytest.mark.skip(reason="runs with `tests/run.sh --trtllm`")
+    for item in items:
+        if item.path.name not in ("test_engine_contract.py", "test_trtllm.py"):
+            continue
+        values = map(str, getattr(item, "callspec", None).params.values()) if hasattr(item, "callspec") else ()
+        releases = [v.removeprefix("trtllm-") for v in values if v.removeprefix("trtllm-") in FAMILIES]
+        if any(release != FLOOR for release in releases) or item.get_closest_marker("slow"):
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A stand-in for TensorRT-LLM that holds an adapter to the real package's contract, on a machine without a GPU.
 
 It is put on PYTHONPATH as `tests/contracts/trtllm_fake` and imported as `tensorrt_llm`. Names, signatures, refusals and
-the order of things follow the package's sources (see shared/reference/tensorrt_llm.md); token generation is real, by Ray
+the order of things follow the package's sources; token generation is real, by Ray
 worker processes that hold tensor- and expert-parallel slices. No code of the package is in here.
 
 Environment, read by the owner and handed to the workers:
