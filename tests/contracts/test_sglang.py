@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import modelopt.torch.quantization.qtensor  # noqa: F401  now: a trainer that imports it while it sends is late
 import pytest
 import torch
 
