@@ -182,7 +182,7 @@ def test_bad_requests_are_one_clear_error(start):
     ):
         with pytest.raises(EngineError, match=message):
             engine.submit([bad])
-    with pytest.raises(EngineError, match="unknown; engines: hf"):
+    with pytest.raises(EngineError, match="unknown; engines: trtllm, vllm, sglang, hf"):
         make_engine("nope", "", engine.arch, engine.table, EngineLayout(), {})
     with pytest.raises(EngineError, match=r"rollout\.hf\.max_bach is no option of this engine; its options: max_batch"):
         make_engine("hf", "", engine.arch, engine.table, EngineLayout(), {"max_bach": 1})
