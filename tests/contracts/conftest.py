@@ -33,20 +33,20 @@ FLOOR = "1.3.0rc15"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-releases", action="store_true", help="test against every imitated release of TensorRT-LLM, not its floor alone")
+    parser.addoption("--all-engines", action="store_true", help="test every imitated release and engine, not TensorRT-LLM's floor alone")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out other releases than the floor, and slow tests, unless asked for: an engine takes seconds to start."""
-    if config.getoption("--all-releases", default=False):
+    """Leave out, unless asked for, other releases than the floor, SGLang's imitation, and tests of the imitations themselves: an
+    engine takes seconds to start, and CI has 25 minutes."""
+    if config.getoption("--all-engines", default=False):
         return
-    skip = pytest.mark.skip(reason="runs with `tests/run.sh --trtllm`")
+    skip = pytest.mark.skip(reason="runs with `tests/run.sh --engines`")
     for item in items:
-        if item.path.name not in ("test_engine_contract.py", "test_trtllm.py"):
-            continue
-        values = map(str, getattr(item, "callspec", None).params.values()) if hasattr(item, "callspec") else ()
-        releases = [v.removeprefix("trtllm-") for v in values if v.removeprefix("trtllm-") in FAMILIES]
-        if any(release != FLOOR for release in releases) or item.get_closest_marker("slow"):
+        values = map(str, item.callspec.params.values()) if hasattr(item, "callspec") else ()
+        names = {value.removeprefix("trtllm-") for value in values} & set(FAMILIES)
+        other = item.path.name in ("test_engine_contract.py", "test_trtllm.py") and names - {FLOOR}
+        if other or item.path.name in ("test_sglang.py", "test_trtllm_fake.py") or item.get_closest_marker("slow"):
             item.add_marker(skip)
 
 
