@@ -37,6 +37,11 @@ class PrecisionPolicy:
     bf16_last_layers: int = 0
     bf16_attention: bool = False
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> PrecisionPolicy:
+        """The policy that `dataclasses.asdict` made `fields` of, perhaps by way of JSON."""
+        return cls(**fields | {"exclude": tuple(fields["exclude"])})
+
     def patterns(self, layers: int) -> tuple[str, ...]:
         """Everything that stays BF16 besides what always does."""
         kept = list(self.exclude)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trt_rl.arch import Arch
 from trt_rl.config import SamplingSettings
 from trt_rl.dotted import load_registered
-from trt_rl.errors import EngineError
+from trt_rl.errors import EngineError, RefitError
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
@@ -102,6 +102,11 @@ class RolloutEngine(ABC):
     capabilities: Capabilities
     home: Home | None = None
     """Set before `start` where `capabilities.places_workers`."""
+    version: int | None = None
+    """Of the weights that are served."""
+    poisoned: str | None = "no weights yet: the first refit has not committed"
+    """Why nothing is served."""
+    _received: int | None = None  # verified, not committed
 
     @abstractmethod
     def start(self) -> None:
@@ -176,9 +181,21 @@ class RolloutEngine(ABC):
             RefitError: requests are running, or what arrived is not what was sent. The engine stays poisoned.
         """
 
-    @abstractmethod
     def commit_refit(self, version: int) -> None:
-        """Drop caches of the old version and serve the new one, which every worker has verified."""
+        """Drop caches of the old version and serve the new one, which every worker has verified.
+
+        Raises:
+            RefitError: another version was received, or the caches stay.
+        """
+        if self._received != version:
+            raise RefitError(f"commit of version {version}, but version {self._received} was received")
+        self.reset_prefix_cache()
+        self.version, self.poisoned, self._received = version, None, None
+
+    def _refuse_older(self, version: int) -> None:
+        """Raise unless `version` is newer than what is served."""
+        if self.version is not None and version <= self.version:
+            raise RefitError(f"version {version} is not newer than the engine's {self.version}")
 
     @abstractmethod
     def disconnect_refit(self) -> None:

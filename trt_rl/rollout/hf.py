@@ -83,8 +83,6 @@ class HFEngine(RolloutEngine):
         self.model_path, self.arch, self.table = model_path, arch, table
         self.max_batch, self.prefill_tokens, self.prefix_limit = max_batch, prefill_tokens, prefix_cache_prompts
         self.kv_cache_tokens = kv_cache_tokens
-        self.version: int | None = None
-        self.poisoned: str | None = "no weights yet: the first refit has not committed"
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
@@ -93,7 +91,6 @@ class HFEngine(RolloutEngine):
         self._stopping = False
         self._busy = False  # the thread is inside the model, outside the lock
         self._member: EngineMember | None = None
-        self._received: int | None = None  # verified, not committed
         self._turn = threading.Condition()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "prefix_hits", "decode_passes"), 0)
 
@@ -180,8 +177,7 @@ class HFEngine(RolloutEngine):
         with self._turn:
             if self._stopping:
                 raise RefitError(f"the engine cannot take weights: {self.poisoned or 'it is stopping'}")
-            if self.version is not None and version <= self.version:
-                raise RefitError(f"version {version} is not newer than the engine's {self.version}")
+            self._refuse_older(version)
         if self._member is None:
             raise RefitError("the engine has not joined a refit group; join_refit comes first")
         self._member.prepare()
@@ -203,12 +199,9 @@ class HFEngine(RolloutEngine):
         return [report.as_dict()]
 
     def commit_refit(self, version: int) -> None:
-        if self._received != version:
-            raise RefitError(f"commit of version {version}, but version {self._received} was received")
         with self._turn:
             # In-flight keys and values are gone already: a refit is refused while requests run.
-            self.reset_prefix_cache()
-            self.version, self.poisoned, self._received = version, None, None
+            super().commit_refit(version)
             self._turn.notify_all()
 
     def disconnect_refit(self) -> None:

@@ -66,10 +66,7 @@ class SglangEngine(RolloutEngine):
         """
         self.model_path, self.arch, self.table, self.layout = model_path, arch, table, EngineLayout(layout.tp, layout.ep)
         self.can_sleep, self.options = sleep, options
-        self.version: int | None = None
-        self.poisoned: str | None = "no weights yet: the first refit has not committed"
         self._asleep: set[str] = set()
-        self._received: int | None = None
         self._waiting: set[_Running] = set()
         self._running: set[_Running] = set()
         self._lock = threading.Lock()
@@ -400,8 +397,7 @@ class SglangEngine(RolloutEngine):
         self._rpc("join")
 
     def prepare_refit(self, version: int) -> None:
-        if self.version is not None and version <= self.version:
-            raise RefitError(f"version {version} is not newer than the engine's {self.version}")
+        self._refuse_older(version)
         if "weights" in self._asleep:
             raise RefitError("the engine's weights sleep; wake('weights') comes before a refit")
         self._rpc("prepare")
@@ -417,12 +413,6 @@ class SglangEngine(RolloutEngine):
             raise
         self._received = refit.version
         return reports
-
-    def commit_refit(self, version: int) -> None:
-        if self._received != version:
-            raise RefitError(f"commit of version {version}, but version {self._received} was received")
-        self.reset_prefix_cache()
-        self.version, self.poisoned, self._received = version, None, None
 
     def disconnect_refit(self) -> None:
         with contextlib.suppress(EngineError):

@@ -138,7 +138,7 @@ class _Seat:
     def agree(self, model: torch.nn.Module, agreement: str, policy: dict, folder: str, engine_rank: int) -> str:
         """Build this rank's side; the digest of its precision table and route."""
         agreed, arch = Agreement.from_json(agreement), Arch.load(folder)
-        table = PrecisionTable.build(arch, PrecisionPolicy(**policy | {"exclude": tuple(policy["exclude"])}))
+        table = PrecisionTable.build(arch, PrecisionPolicy.from_dict(policy))
         refuse_other_layouts(model)
         parameters = dict(model.named_parameters())
         landings = map_parameters(parameters, arch, table, agreed.engine, engine_rank)

@@ -72,10 +72,7 @@ class TrtllmEngine(RolloutEngine):
         """
         self.model_path, self.arch, self.table, self.layout = model_path, arch, table, EngineLayout(layout.tp, layout.ep)
         self.can_sleep, self.options = sleep, options
-        self.version: int | None = None
-        self.poisoned: str | None = "no weights yet: the first refit has not committed"
         self._asleep: set[str] = set()
-        self._received: int | None = None
         self._running: dict[str, _Running] = {}
         self._lost: asyncio.Future | None = None
         self._lock = threading.Lock()
@@ -425,8 +422,7 @@ class TrtllmEngine(RolloutEngine):
         self._rpc("trt_rl_join")
 
     def prepare_refit(self, version: int) -> None:
-        if self.version is not None and version <= self.version:
-            raise RefitError(f"version {version} is not newer than the engine's {self.version}")
+        self._refuse_older(version)
         if "weights" in self._asleep:
             raise RefitError("the engine sleeps; wake its weights before a refit")
         self._rpc("trt_rl_prepare")
@@ -448,12 +444,6 @@ class TrtllmEngine(RolloutEngine):
             raise
         self._received = refit.version
         return [report | answer for report, answer in zip(reports, compared, strict=True)]
-
-    def commit_refit(self, version: int) -> None:
-        if self._received != version:
-            raise RefitError(f"commit of version {version}, but version {self._received} was received")
-        self.reset_prefix_cache()
-        self.version, self.poisoned, self._received = version, None, None
 
     def disconnect_refit(self) -> None:
         with contextlib.suppress(EngineLost):

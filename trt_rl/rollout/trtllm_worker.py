@@ -54,8 +54,7 @@ class RefitExtension(WorkerExtension):
     def trt_rl_agree(self, agreement: str, policy: str, folder: str, tp: int, ep: int, first_rank: int) -> dict[str, Any]:
         """Build this worker's side; answers the digest of its precision table and route."""
         agreed, arch = Agreement.from_json(agreement), Arch.load(folder)
-        settings = json.loads(policy)
-        table = PrecisionTable.build(arch, PrecisionPolicy(**settings | {"exclude": tuple(settings["exclude"])}))
+        table = PrecisionTable.build(arch, PrecisionPolicy.from_dict(json.loads(policy)))
         if getattr(_model_engine(self), "moe_load_balancer", None) is not None:
             raise RefitError("moe_config.load_balancer moves experts between ranks; a refit into such an engine is refused, turn it off")
         rank = first_rank + self.rank

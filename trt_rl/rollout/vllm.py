@@ -50,11 +50,8 @@ class VllmEngine(RolloutEngine):
             options: fields of vLLM's `AsyncEngineArgs`, under its names, e.g. gpu_memory_utilization, max_num_seqs.
         """
         self.model_path, self.arch, self.table, self.layout, self.options = model_path, arch, table, layout, options
-        self.version: int | None = None
-        self.poisoned: str | None = "no weights yet: the first refit has not committed"
         self.can_sleep = sleep
         self._asleep: set[str] = set()
-        self._received: int | None = None
         self._running: set[str] = set()
         self._lock = threading.Lock()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens"), 0)
@@ -239,8 +236,7 @@ class VllmEngine(RolloutEngine):
         self._rpc("trt_rl_join")
 
     def prepare_refit(self, version: int) -> None:
-        if self.version is not None and version <= self.version:
-            raise RefitError(f"version {version} is not newer than the engine's {self.version}")
+        self._refuse_older(version)
         if "weights" in self._asleep:
             raise RefitError("the engine sleeps; wake its weights before a refit")
         self._rpc("trt_rl_prepare")
@@ -260,12 +256,6 @@ class VllmEngine(RolloutEngine):
             raise error if isinstance(error, RefitError) else RefitError(self.poisoned) from error
         self._received = refit.version
         return reports
-
-    def commit_refit(self, version: int) -> None:
-        if self._received != version:
-            raise RefitError(f"commit of version {version}, but version {self._received} was received")
-        self.reset_prefix_cache()
-        self.version, self.poisoned, self._received = version, None, None
 
     def disconnect_refit(self) -> None:
         with contextlib.suppress(EngineError):

@@ -108,8 +108,7 @@ class RefitExtension:
     def trt_rl_agree(self, agreement: str, policy: str, first_rank: int) -> str:
         """Build this worker's side; returns the digest of its precision table and route."""
         agreed, arch = Agreement.from_json(agreement), Arch.load(self.vllm_config.model_config.model)
-        settings = json.loads(policy)
-        table = PrecisionTable.build(arch, PrecisionPolicy(**settings | {"exclude": tuple(settings["exclude"])}))
+        table = PrecisionTable.build(arch, PrecisionPolicy.from_dict(json.loads(policy)))
         _refuse_other_layouts(self.get_model(), fp8=table.format != "bf16")
         landings = map_parameters(dict(self.get_model().named_parameters()), arch, table, agreed.engine, first_rank + self.rank)
         landings.label = agreed.label(landings.rank)
