@@ -1,6 +1,9 @@
 """A pool of real processes that run one function as a distributed job, over gloo or NCCL, again and again.
 
-Importing megatron takes seconds; the pool pays it once per process for the whole test session.
+Importing megatron takes seconds; the pool pays it once. On a CPU every job has fresh processes, forked from one that has
+imported everything: process groups that Megatron's hooks keep alive would leave gloo threads behind, each of which wakes a
+hundred times a second, and after some hundred jobs nothing else gets a turn. Where there is CUDA, which does not
+survive a fork, processes are kept.
 """
 
 from __future__ import annotations
@@ -22,15 +25,10 @@ def _next_job(pipe):
 
 
 def _worker(pipe) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        torch.set_num_threads(1)
-        from trt_rl.trainer import cpu
-
-        cpu.install()
+    if not (on_gpu := torch.cuda.is_available()):
+        import tests.support.preload  # noqa: F401  done already, in a forked process
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -57,11 +55,18 @@ class Pool:
     size: int
 
     def __post_init__(self) -> None:
-        context = mp.get_context("spawn")
+        import torch
+
+        self.kept = torch.cuda.is_available()
+        self.context = mp.get_context("spawn" if self.kept else "forkserver")
+        if not self.kept:
+            self.context.set_forkserver_preload(["tests.support.preload"])
         self.members = []
-        for _ in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_worker, args=(there,))  # not a daemon: saving a checkpoint forks writers
+
+    def _start(self, count: int) -> None:
+        while len(self.members) < count:
+            here, there = self.context.Pipe()
+            process = self.context.Process(target=_worker, args=(there,))  # not a daemon: saving a checkpoint forks writers
             process.start()
             there.close()  # so that a member sees the end of the pipe when this process ends
             self.members.append((process, here))
@@ -69,14 +74,19 @@ class Pool:
     def run(self, world: int, function: str, *args, timeout: float = 240) -> list:
         """Results of `module:function(*args)` from every rank. Raises the first failure with its traceback."""
         meeting = tempfile.mktemp(prefix="trt_rl_test_")  # a file, because a port found free may be taken by then
+        self._start(self.size if self.kept else world)
         members = self.members[:world]
         for rank, (_, pipe) in enumerate(members):
             pipe.send((function, rank, world, meeting, args))
-        results = []
-        for rank, (process, pipe) in enumerate(members):
-            if not pipe.poll(timeout):
-                raise TimeoutError(f"rank {rank} of {world} did not finish {function} in {timeout} s (alive: {process.is_alive()})")
-            results.append(pipe.recv())
+        try:
+            results = []
+            for rank, (process, pipe) in enumerate(members):
+                if not pipe.poll(timeout):
+                    raise TimeoutError(f"rank {rank} of {world} did not finish {function} in {timeout} s (alive: {process.is_alive()})")
+                results.append(pipe.recv())
+        finally:
+            if not self.kept:
+                self.close()
         failures = [text for ok, text in results if not ok]
         if failures:
             raise AssertionError("\n".join(failures))
@@ -86,6 +96,8 @@ class Pool:
         for process, pipe in self.members:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
+        for process, _ in self.members:
             process.join(5)
             if process.is_alive():
                 process.kill()
+        self.members = []

@@ -10,6 +10,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +72,20 @@ class PrecisionTable:
             raise RefitError(f"refit.format is {policy.format!r}; known formats: {', '.join(FORMATS)}")
         shapes = arch.hf_shapes()
         for pattern in policy.exclude:
-            if not any(_matches(name, pattern) for name in shapes):
+            if not any(map(_matcher((pattern,)), shapes)):
                 raise RefitError(f"refit.exclude: {pattern!r} matches no tensor; names look like {list(shapes)[2]!r}")
-        kept = _ALWAYS_BF16 + policy.patterns(arch.layers)
-        formats = {name: "bf16" if any(_matches(name, p) for p in kept) else policy.format for name in shapes}
+        stays = _matcher(_ALWAYS_BF16 + policy.patterns(arch.layers))
+        formats = {name: "bf16" if stays(name) else policy.format for name in shapes}
+        of_experts: dict[str, set[str]] = {}
+        for name, format in formats.items():
+            if ".experts." in name:
+                of_experts.setdefault(name.split("mlp.experts.")[0], set()).add(format)
         for layer in range(arch.layers):
             at = f"model.layers.{layer}."
             for group in _FUSED:
                 if len({formats[n] for m in group if (n := f"{at}{m}.weight") in formats}) > 1:
                     raise RefitError(f"refit.exclude splits {', '.join(group)} of layer {layer}; engines fuse them: exclude all or none")
-            if layer in arch.moe_layers and len({f for name, f in formats.items() if name.startswith(f"{at}mlp.experts.")}) > 1:
+            if len(of_experts.get(at, ())) > 1:
                 raise RefitError(
                     f"refit.exclude splits the experts of layer {layer}; engines fuse them: exclude all ({at}mlp.experts.*) or none"
                 )
@@ -138,8 +144,10 @@ class PrecisionTable:
         return config | {"activation_scheme": "static"}
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.removesuffix(".weight"), pattern)
+def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a tensor's name, or its module's, matches one of the wildcard patterns."""
+    match = re.compile("|".join(map(fnmatch.translate, patterns))).match
+    return lambda name: bool(match(name) or match(name.removesuffix(".weight")))
 
 
 def scale_name(name: str) -> str:

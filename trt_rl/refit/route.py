@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from trt_rl.arch import Arch
@@ -136,7 +136,10 @@ class Route:
 
     def to_json(self) -> str:
         turns = {member: [(t.round, t.send, t.receive) for t in turns] for member, turns in self.turns.items()}
-        return json.dumps([self.trainers, self.engines, [asdict(b) for b in self.buckets], turns])
+        buckets = [
+            {"number": b.number, "sender": b.sender, "chains": b.chains, "slices": [vars(s) for s in b.slices]} for b in self.buckets
+        ]
+        return json.dumps([self.trainers, self.engines, buckets, turns])
 
     @classmethod
     def from_json(cls, text: str) -> Route:
@@ -315,11 +318,15 @@ class _Units:
 def _held(arch: Arch, layout: Layout) -> dict[str, dict[Box, list[int]]]:
     """HF tensor -> box -> the trainer ranks that hold it."""
     held: dict[str, dict[Box, list[int]]] = {}
+    known: dict[tuple[int, ...], list[tuple[str, Box]]] = {}  # data-parallel replicas hold the same
     for rank in range(layout.world):
         at = layout.at(rank)
-        for parameter in parameters(arch, layout, at):
-            for piece in hf_pieces(parameter, arch, layout, at):
-                held.setdefault(piece.hf_name, {}).setdefault(piece.hf_box, []).append(rank)
+        key = (at.tp, at.pp, at.etp, at.ep)
+        if key not in known:
+            pieces = (piece for parameter in parameters(arch, layout, at) for piece in hf_pieces(parameter, arch, layout, at))
+            known[key] = [(piece.hf_name, piece.hf_box) for piece in pieces]
+        for name, box in known[key]:
+            held.setdefault(name, {}).setdefault(box, []).append(rank)
     return held
 
 
