@@ -1,21 +1,13 @@
-"""Imported once by the process that every CPU rank of `ranks.Pool` is forked from."""
+"""Imported once by the process that every CPU rank of `ranks.Pool` is forked from: everything a rank needs, in the right order."""
 
 import gc
 import os
+from importlib import import_module
 
 os.environ["OMP_NUM_THREADS"] = "1"
-
-import torch
-
-torch.set_num_threads(1)
-
-from trt_rl.trainer import cpu
-
-cpu.install()
-
-import modelopt.torch.quantization  # noqa: F401  first imported inside a refit otherwise
-
-import trt_rl.trainer.rank  # noqa: F401
-
+import_module("torch").set_num_threads(1)
+import_module("trt_rl.trainer.cpu").install()  # before megatron
+import_module("modelopt.torch.quantization")  # inside a refit otherwise
+import_module("trt_rl.trainer.rank")
 gc.collect()
 gc.freeze()  # or the collector of every forked process would touch, and so copy, all of it

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing as mp
-import os
 import tempfile
 import traceback
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ class Pool:
         return [value for _, value in results]
 
     def close(self) -> None:
-        for process, pipe in self.members:
+        for _, pipe in self.members:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
         for process, _ in self.members:
