@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trt_rl.errors import ModelError
@@ -108,6 +108,11 @@ class Arch:
         """Vocabulary rows that Megatron allocates: a multiple of 128 per tensor-parallel rank."""
         unit = 128 * tp
         return -(-self.vocab // unit) * unit
+
+    def shrunk(self, layers: int, experts: int) -> Arch:
+        """The same widths with fewer layers, and with fewer experts where there are any."""
+        moe = tuple(i for i in self.moe_layers if i < layers) or ((layers - 1,) if self.moe_layers else ())
+        return replace(self, layers=layers, experts=experts if self.experts else 0, moe_layers=moe)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the Hugging Face checkpoint with its shape, in the checkpoint's order."""

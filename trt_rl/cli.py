@@ -16,6 +16,9 @@ from trt_rl import doctor, plan
 from trt_rl.config import dump_recipe, load_recipe
 from trt_rl.errors import RecipeError, TrtRlError
 from trt_rl.observe.log import console
+from trt_rl.plan.gpus import GPUS, LINK_SHARE, NETWORK_SHARE
+from trt_rl.plan.projection import Rates
+from trt_rl.plan.show import show_plan
 from trt_rl.refit.forecast import Speeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=trt_rl.__doc__)
@@ -68,35 +71,34 @@ def train(
 def plan_command(
     recipe: RecipePath,
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    inside_gb_s: Annotated[float, typer.Option(help="GB/s between GPUs of a node, for the prediction")] = Speeds.inside_node,
-    between_gb_s: Annotated[float, typer.Option(help="GB/s between nodes, for the prediction")] = Speeds.between_nodes,
+    inside_gb_s: Annotated[float | None, typer.Option(help="GB/s between GPUs of a node; by default of cluster.gpu")] = None,
+    between_gb_s: Annotated[float | None, typer.Option(help="GB/s between nodes; by default of cluster.gpu")] = None,
+    mfu: Annotated[float, typer.Option(help="share of the BF16 peak that training reaches; 0: 0.40 dense, 0.25 MoE")] = Rates.mfu,
+    decode: Annotated[float, typer.Option(help="share of memory bandwidth that decoding reaches")] = Rates.decode,
+    prompt_share: Annotated[float, typer.Option(help="mean prompt over data.max_prompt_tokens")] = Rates.prompt_share,
+    response_share: Annotated[float, typer.Option(help="mean response over rollout.sampling.max_tokens")] = Rates.response_share,
+    oversampling: Annotated[
+        float, typer.Option(help="samples generated for each one trained on; 0: 1.5 with dynamic sampling, 1 without")
+    ] = Rates.oversampling,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Check a recipe and show the route of its refits. Needs no GPU."""
+    """Say what a recipe takes: ranks on nodes, parameters, memory, refits, a projected step. Needs no GPU.
+
+    Ends with 0 if nothing is wrong, with 2 and all violations otherwise.
+    """
     try:
         resolved = load_recipe(recipe, overrides)
-        figures = plan.refit_plan(resolved, plan.check(resolved), gpus_per_node, Speeds(inside_gb_s, between_gb_s))
+        gpu = GPUS[resolved.cluster.gpu]
+        speeds = Speeds(inside_gb_s or gpu.nvlink_gb_s * LINK_SHARE, between_gb_s or gpu.network_gb_s * NETWORK_SHARE)
+        made = plan.make_plan(resolved, Rates(prompt_share, response_share, oversampling, mfu, decode), speeds)
     except TrtRlError as error:
         console.print(f"{type(error).__name__}: {error}")
         raise typer.Exit(2) from None
     if json_output:
-        print(json.dumps({"refit": figures}, indent=1))
-        return
-    table = Table("refit", "", show_header=False, title=f"{resolved.name}: refit")
-    extra = figures.pop("extra_bytes_of_rank")
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            shown = "\n".join(f"{k}: {v / 1e9:.3f} GB" for k, v in list(value.items())[:16]) + (
-                f"\n... {len(value) - 16} more" if len(value) > 16 else ""
-            )
-        elif name.startswith(("bytes", "largest")):
-            shown = f"{value / 1e9:.3f} GB"
-        else:
-            shown = f"{value:.4f} (prediction from given link speeds)" if name == "predicted_s" else str(value)
-        table.add_row(name.replace("_", " "), shown)
-    table.add_row("extra memory of a rank, at most", f"{max(extra.values()) / 1e9:.3f} GB (two buckets)")
-    console.print(table)
+        print(json.dumps(made.as_dict(), indent=1))
+    else:
+        show_plan(made, console)
+    raise typer.Exit(2 if made.violations else 0)
 
 
 @app.command("export")

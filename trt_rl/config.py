@@ -96,6 +96,8 @@ class EngineParallel(Section):
     """Ranks of one replica."""
     ep: Positive = 1
     """Ways in which experts are divided among those ranks; each expert is cut tp/ep ways."""
+    pp: Positive = 1
+    """1: engines have no pipeline stages; the plan says what to use instead."""
 
 
 class RolloutSettings(Section):
@@ -226,6 +228,15 @@ class RefitSettings(Section):
         return PrecisionPolicy(self.format, tuple(self.exclude), self.bf16_first_layers, self.bf16_last_layers, self.bf16_attention)
 
 
+class ClusterSettings(Section):
+    """What a run is planned and launched for; a run itself takes what Ray has."""
+
+    nodes: Positive | None = None
+    """As many as the layouts need, if left out."""
+    gpus_per_node: Positive = 8
+    gpu: Literal["a100", "h100", "h200", "b200", "gb200"] = "h200"
+
+
 class Recipe(Section):
     name: str
     seed: Count = 1
@@ -236,6 +247,7 @@ class Recipe(Section):
     algo: AlgoSettings = AlgoSettings()
     trainer: TrainerSettings = TrainerSettings()
     refit: RefitSettings = RefitSettings()
+    cluster: ClusterSettings = ClusterSettings()
     run: RunSettings = RunSettings()
 
     @property

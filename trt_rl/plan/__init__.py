@@ -1,5 +1,9 @@
-"""What can be known of a recipe before a process starts: `checks` refuses what cannot run, the rest says what a run will take."""
+"""What can be known of a recipe before a process starts, without a GPU or torch.
 
-from trt_rl.plan.checks import check, refit_plan
+`checks` refuses what cannot run; `seating`, `counts`, `memory` and `projection` say what a run takes; `report` joins them.
+"""
 
-__all__ = ["check", "refit_plan"]
+from trt_rl.plan.checks import check
+from trt_rl.plan.report import Plan, make_plan
+
+__all__ = ["Plan", "check", "make_plan"]

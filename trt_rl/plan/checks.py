@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from math import lcm
 
 from trt_rl.arch import Arch
 from trt_rl.config import OWNED_ENGINE, OWNED_MEGATRON, Recipe
 from trt_rl.errors import ModelError, RecipeError, RefitError
 from trt_rl.layout import divisors
+from trt_rl.plan.gpus import GPUS
+from trt_rl.plan.seating import Seating
 from trt_rl.refit.engine_shards import violations as engine_violations
-from trt_rl.refit.forecast import Speeds, forecast
 from trt_rl.refit.precision import BLOCK, PrecisionTable
 from trt_rl.refit.route import RELAYING, Placement, Route
 from trt_rl.rollout.capabilities import CAPABILITIES
 
 
 def check(recipe: Recipe) -> Arch:
-    """Check the recipe against its model and against itself.
+    """The recipe's model, if nothing is wrong with the recipe.
 
     Raises:
         RecipeError: lists every violation with the values that would work.
     """
-    found = list(_own_violations(recipe))
-    arch = None
+    if found := list(violations(recipe)):
+        raise RecipeError(cannot_run(found))
+    return Arch.load(recipe.model.path)
+
+
+def cannot_run(found: list[str]) -> str:
+    return f"the recipe cannot run: {len(found)} problem(s)\n" + "\n".join(f"  - {line}" for line in found)
+
+
+def violations(recipe: Recipe) -> Iterator[str]:
+    """What is wrong between the recipe and its model, and within the recipe."""
+    yield from _own_violations(recipe)
     try:
         arch = Arch.load(recipe.model.path)
-        found += arch.layout_violations(recipe.trainer.parallel.layout())
-        found += _model_violations(recipe, arch)
+        yield from arch.layout_violations(recipe.trainer.parallel.layout())
+        yield from _model_violations(recipe, arch)
     except ModelError as error:
-        found.append(str(error))
-    if found:
-        raise RecipeError(f"the recipe cannot run: {len(found)} problem(s)\n" + "\n".join(f"  - {line}" for line in found))
-    return arch
+        yield str(error)
+
+
+def cluster_violations(recipe: Recipe, seating: Seating) -> Iterator[str]:
+    """What is wrong between the recipe's layout and `cluster`."""
+    cluster, rollout = recipe.cluster, recipe.rollout
+    if cluster.nodes is not None and seating.nodes > cluster.nodes:
+        have = cluster.nodes * cluster.gpus_per_node
+        yield (
+            f"trainer.parallel takes {len(seating.trainer)} GPUs and rollout {len(seating.engine)}{' of the same' if rollout.colocated else ''}: "
+            f"{seating.nodes} nodes of {cluster.gpus_per_node}, but cluster.nodes = {cluster.nodes} ({have} GPUs); "
+            f"set cluster.nodes = {seating.nodes}, or lower trainer.parallel.dp or rollout.replicas"
+        )
+    able = CAPABILITIES[rollout.engine]
+    spans = rollout.engine == "vllm" and rollout.vllm.get("distributed_executor_backend") == "ray"
+    if rollout.parallel.tp > cluster.gpus_per_node and not (able.places_workers or spans):
+        works = [d for d in divisors(rollout.parallel.tp) if d <= cluster.gpus_per_node]
+        yield (
+            f"rollout.parallel.tp = {rollout.parallel.tp}: engine {rollout.engine!r} keeps a replica on one node of {cluster.gpus_per_node} GPUs; "
+            f"works: tp of {', '.join(map(str, works))} with more replicas, engine trtllm, or rollout.vllm.distributed_executor_backend = ray"
+        )
+    if recipe.refit.format != "bf16" and not GPUS[cluster.gpu].fp8_tflops:
+        yield f"refit.format = {recipe.refit.format}: cluster.gpu = {cluster.gpu} has no FP8 tensor cores; set bf16"
 
 
 def _own_violations(recipe: Recipe):
@@ -99,6 +130,11 @@ def _model_violations(recipe: Recipe, arch: Arch):
             f"max_position_embeddings = {arch.max_positions}; lower one of them"
         )
     engine, able = recipe.rollout.layout(), CAPABILITIES[recipe.rollout.engine]
+    if recipe.rollout.parallel.pp > 1:
+        yield (
+            f"rollout.parallel.pp = {recipe.rollout.parallel.pp}: engines are cut by tp and ep, across nodes too; set pp = 1 and "
+            f"tp = {engine.tp * recipe.rollout.parallel.pp}"
+        )
     if engine.tp > 1 and not able.parallel:
         yield f"rollout.parallel.tp = {engine.tp}: engine {recipe.rollout.engine!r} is one process; set it to 1 and use rollout.replicas"
     try:
@@ -111,22 +147,22 @@ def _model_violations(recipe: Recipe, arch: Arch):
             )
         yield from found
         if not found and not arch.layout_violations(recipe.trainer.parallel.layout()):
-            _route(recipe, arch, table, None)  # a tensor may not fit a bucket
+            _fits_buckets(recipe, arch, table)
     except RefitError as error:
         yield str(error)
 
 
-def _route(recipe: Recipe, arch: Arch, table: PrecisionTable, placement: Placement | None) -> Route:
+def _fits_buckets(recipe: Recipe, arch: Arch, table: PrecisionTable) -> None:
+    """Try the route of a few layers; the others are like these.
+
+    Raises:
+        RefitError: one row of a tensor does not fit a bucket.
+    """
+    small = arch.shrunk(recipe.trainer.parallel.pp, lcm(recipe.trainer.parallel.ep, recipe.rollout.parallel.ep))
+    its = {name: table.formats[name] for name in small.hf_shapes()}
+    route_of(recipe, small, PrecisionTable(table.policy, its, small.hf_shapes()), None)
+
+
+def route_of(recipe: Recipe, arch: Arch, table: PrecisionTable, placement: Placement | None) -> Route:
     layout, engine, bucket = recipe.trainer.parallel.layout(), recipe.rollout.layout(), recipe.refit.bucket_mib << 20
     return Route.build(arch, table, layout, engine, bucket, placement, recipe.refit.transport in RELAYING)
-
-
-def refit_plan(recipe: Recipe, arch: Arch, gpus_per_node: int, speeds: Speeds) -> dict[str, Any]:
-    """The refit's precision and route, from the recipe alone; see `refit.forecast`."""
-    layout, engine = recipe.trainer.parallel.layout(), recipe.rollout.layout()
-    colocated = recipe.rollout.colocated
-    placement = Placement.packed(layout, engine, gpus_per_node, colocated)
-    table = PrecisionTable.build(arch, recipe.refit.policy())
-    route = _route(recipe, arch, table, placement)
-    figures = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)}
-    return figures | forecast(route, placement, speeds)
