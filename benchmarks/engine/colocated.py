@@ -104,7 +104,7 @@ def measure(run: Run, count: int, tokens: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", type=Path, help="folder with config.json, e.g. benchmarks/refit/shapes/qwen3-8b")
+    parser.add_argument("shape", type=Path, help="folder with config.json, e.g. examples/shapes/qwen3-8b")
     parser.add_argument("--format", choices=["fp8_block", "bf16"], default="fp8_block")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)

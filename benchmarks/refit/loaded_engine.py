@@ -16,7 +16,7 @@ from trt_rl.refit.precision import PrecisionPolicy
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", help="folder with config.json, e.g. benchmarks/refit/shapes/qwen3-8b")
+    parser.add_argument("shape", help="folder with config.json, e.g. examples/shapes/qwen3-8b")
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--format", choices=["fp8_block", "bf16"], default="fp8_block")
     parser.add_argument("--tp", type=int, default=1)
