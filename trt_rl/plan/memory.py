@@ -1,6 +1,6 @@
 """GPU memory by component, from sizes alone. Weights, gradients, optimizer and KV cache are arithmetic; activations follow
 what Transformer Engine's layers keep for the backward pass (Korthikanti et al., arXiv:2205.05198, for this architecture);
-what CUDA, NCCL and the engines' runtimes take is measured, see benchmarks/plan.
+what CUDA, NCCL and the engines' runtimes take is set by hand from the records in benchmarks/h200/engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NCCL_GIB = 0.25
 """Buffers of a process group that spans GPUs."""
 ENGINE_GIB = 2.5
 """CUDA context, workspaces, graphs and activations of an engine rank."""
-ASLEEP_GIB = 1.5
-"""What remains of an engine that sleeps."""
+ASLEEP_GIB = 3.0
+"""What remains of an engine that sleeps, CUDA context included: vLLM 0.24 on H200, benchmarks/h200/engine."""
 
 
 @dataclass(frozen=True)

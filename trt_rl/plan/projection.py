@@ -11,7 +11,14 @@ from trt_rl.plan.counts import Counts
 from trt_rl.plan.gpus import Gpu
 from trt_rl.plan.memory import EngineMemory
 
-_HOP_US = {True: 12.0, False: 40.0}  # one all-reduce of a decoding step, inside a node or between nodes
+_HOP_US = {True: 12.0, False: 40.0}  # one all-reduce of a decoding step, inside a node or between nodes; assumed
+_HOST_MS, _HOST_US = 2.0, 30.0  # of a decoding step and of each of its sequences: vLLM 0.24, benchmarks/h200/engine
+_MOST_AT_ONCE = {
+    "vllm": ("max_num_seqs", 256),
+    "trtllm": ("max_batch_size", 2048),
+    "sglang": ("max_running_requests", 2048),
+    "hf": ("max_batch", 64),
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,9 @@ def _generation(recipe, arch, counts, gpu, rates, engine, samples, prompt, respo
     """Seconds, tokens/s and sequences at once of one replica."""
     rollout, tp = recipe.rollout, recipe.rollout.parallel.tp
     mine = samples / rollout.replicas
-    batch = max(1, min(round(mine), engine.sequences, 256))
+    key, most = _MOST_AT_ONCE[rollout.engine]
+    room = engine.kv_cache * 2**30 / engine.kv_bytes_per_token / (prompt + response)
+    batch = max(1, round(min(mine, room, getattr(rollout, rollout.engine).get(key, most))))
     fp8 = recipe.refit.format != "bf16" and gpu.fp8_tflops
     flops = tp * (gpu.fp8_tflops if fp8 else gpu.bf16_tflops) * 1e12
     touched = 1.0
@@ -88,7 +97,7 @@ def _generation(recipe, arch, counts, gpu, rates, engine, samples, prompt, respo
         touched = 1 - experts + experts * (1 - (1 - arch.experts_per_token / arch.experts) ** batch)
     read = engine.weights * 2**30 * touched + batch * (prompt + response / 2) * engine.kv_bytes_per_token
     step = max(read / (gpu.memory_tb_s * 1e12), 2 * counts.active * batch / flops) / rates.decode
-    step += (tp > 1) * 2 * arch.layers * _HOP_US[inside] * 1e-6
+    step += (tp > 1) * 2 * arch.layers * _HOP_US[inside] * 1e-6 + _HOST_MS * 1e-3 + batch * _HOST_US * 1e-6
     prefill = 2 * counts.active * mine / rollout.group_size * prompt / (flops * 0.4)  # one prefill a group: the prefix is cached
     longest = rollout.sampling.max_tokens * step  # some response usually reaches the limit
     seconds = max(mine * response / batch * step, longest) + prefill

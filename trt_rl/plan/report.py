@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from math import lcm
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
 from trt_rl.errors import ModelError
-from trt_rl.plan.checks import cluster_violations, route_of, violations
+from trt_rl.plan.checks import cluster_violations, violations
 from trt_rl.plan.counts import Counts, of_stages
 from trt_rl.plan.gpus import GPUS, LINK_SHARE, NETWORK_SHARE
 from trt_rl.plan.memory import EngineMemory, TrainerMemory, engine_rank, trainer_stages
 from trt_rl.plan.memory import violations as memory_violations
 from trt_rl.plan.projection import Rates, project
+from trt_rl.plan.refit import moved
 from trt_rl.plan.seating import Seating
-from trt_rl.refit.forecast import Speeds, forecast
+from trt_rl.refit.forecast import Speeds
 from trt_rl.refit.precision import PrecisionTable
 
 
@@ -65,17 +64,10 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     }
     plan.violations += cluster_violations(recipe, seating)
     table = PrecisionTable.build(arch, recipe.refit.policy())
-    placement = seating.placement()
     speeds = speeds or Speeds(gpu.nvlink_gb_s * LINK_SHARE, gpu.network_gb_s * NETWORK_SHARE)
-
-    def figures(smaller: Arch) -> dict[str, Any]:
-        its = table if smaller is arch else PrecisionTable.build(smaller, _everywhere(recipe))
-        return forecast(route_of(recipe, smaller, its, placement), placement, speeds)
-
-    moved = _scaled(arch, layout, engine, figures)
-    extra = moved.pop("extra_bytes_of_rank")
-    plan.refit = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)} | moved
-    slot = recipe.refit.bucket_mib << 20 if not moved["exact"] else max(extra.values()) // 2
+    traffic = moved(recipe, arch, table, seating, speeds)
+    slot = max(traffic.pop("extra_bytes_of_rank").values()) // 2
+    plan.refit = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)} | traffic
     plan.refit["extra_bytes_of_a_rank"] = 2 * slot
 
     stages = trainer_stages(recipe, arch, slot)
@@ -87,56 +79,6 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     plan.notes += _notes(recipe, crossing, served)
     plan.projection = project(recipe, arch, gpu, rates or Rates(), served, plan.refit["predicted_s"], "engine tp" not in crossing)
     return plan
-
-
-def _everywhere(recipe: Recipe):
-    """The policy without what names single layers, which a smaller model lacks."""
-    return replace(recipe.refit.policy(), exclude=(), bf16_first_layers=0, bf16_last_layers=0)
-
-
-_EXACT_BELOW = 60_000  # tensors times ranks; above, an exact route takes longer than a plan may
-
-
-def _scaled(arch: Arch, layout, engine, figures: Callable[[Arch], dict[str, Any]]) -> dict[str, Any]:
-    """Figures of the refit's route; of large models extrapolated from models of few layers and experts in the same layout.
-
-    Bytes are linear in layers, and in layers times experts, so three small models give them.
-    """
-    tensors = arch.layers * (8 + 3 * arch.experts)
-    if tensors * (layout.world + engine.world) <= _EXACT_BELOW:
-        return figures(arch) | {"exact": True}
-    deep = layout.pp
-    few = lcm(layout.ep, engine.ep) if arch.experts else 0
-
-    def small(layers: int, experts: int) -> dict[str, Any]:
-        return figures(arch.shrunk(layers, experts))
-
-    one, two = small(deep, few), small(2 * deep, few)
-    wide = small(deep, 2 * few) if arch.experts else one
-    times, breadth = arch.layers / deep - 1, (arch.experts / few - 1) if few else 0
-
-    def value(a: float, b: float, c: float) -> float:
-        layer, expert = b - a, c - a  # of one more layer a stage with few experts; of as many experts again
-        return a + times * layer + (times + 1) * breadth * expert
-
-    def combine(a: Any, b: Any, c: Any) -> Any:
-        if isinstance(a, dict):
-            return {key: combine(a.get(key, 0), b.get(key, 0), c.get(key, 0)) for key in dict.fromkeys((*a, *b, *c))}
-        return value(a, b, c) if isinstance(a, float) else round(value(a, b, c))
-
-    summed = (
-        "bytes_sent_by_trainer",
-        "bytes_of_busiest_trainer_rank",
-        "bytes_inside_nodes",
-        "bytes_between_nodes",
-        "bytes_into_node",
-        "bytes_by_link",
-        "predicted_s",
-    )
-    return {key: combine(one[key], two[key], wide[key]) for key in summed} | {
-        "extra_bytes_of_rank": one["extra_bytes_of_rank"],
-        "exact": False,
-    }
 
 
 def _memory(recipe: Recipe, memory_gib: float, stages: list[TrainerMemory], worst: TrainerMemory, engine: EngineMemory) -> dict[str, Any]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 
 def score(response: str, row: dict[str, Any], answer_key: str = "answer") -> float:
-    """1 if the last expression or boxed answer of `response` equals `row[answer_key]`, else 0."""
+    """1 if the last expression or boxed answer of `response` equals the row's answer, else 0.
+
+    `answer_key` names its column, with dots into nested ones: `reward_model.ground_truth` in files prepared for verl.
+    """
     from math_verify import parse, verify
 
-    gold = parse(f"\\boxed{{{row[answer_key]}}}", parsing_timeout=None)
+    answer = reduce(lambda value, key: value[key], answer_key.split("."), row)
+    gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))

@@ -72,6 +72,8 @@ class MegatronRank:
                 raise FloatingPointError(f"rank {self.rank}: the optimizer refused the update (gradient norm {norm})")
             for name, value in (metrics | {"grad_norm": float(norm), "lr": lr}).items():
                 totals[name] = totals.get(name, 0.0) + value / len(parts)
+        if self.recipe.rollout.colocated:
+            torch.cuda.empty_cache()  # what activations took belongs to the engine until the next step
         return totals if self._reports() else {}
 
     def _loss(self, logp: torch.Tensor, entropy: torch.Tensor, rows: Batch):
