@@ -170,7 +170,18 @@ def test_parameter_counts_of_real_models(shape, expected):
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "plan", "arch", "layout", "refit.names", "refit.precision", "refit.engine_shards", "refit.route", "rollout.capabilities"],
+    [
+        "config",
+        "plan",
+        "plan.show",
+        "arch",
+        "layout",
+        "refit.names",
+        "refit.precision",
+        "refit.engine_shards",
+        "refit.route",
+        "rollout.capabilities",
+    ],
 )
 def test_planning_needs_no_torch(module):
     code = f"import trt_rl.{module}, sys; bad = [m for m in ('torch', 'ray', 'megatron', 'transformers') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
