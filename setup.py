@@ -14,6 +14,7 @@ BASE = [
     "safetensors>=0.6",
     "xxhash>=3.5",
     "numpy>=2",
+    "packaging>=24",
 ]
 TRAIN = [
     "torch>=2.9",
@@ -44,6 +45,7 @@ setup(
         "train": [*TRAIN, "transformer-engine[pytorch]>=2.8"],
         "trtllm": ["tensorrt-llm>=1.3.0rc15", "mpi4py>=4"],
         "vllm": ["vllm>=0.24"],
+        "sglang": ["sglang>=0.5.16"],
         "dev": DEV,
     },
     entry_points={"console_scripts": ["trt-rl=trt_rl.cli:app"]},

@@ -252,6 +252,14 @@ def test_cluster_violations():
     assert "use moe_ep (rollout.parallel.ep = 4), or TP1/2/3/6" in "\n".join(blocks.violations)
 
 
+def test_what_an_engine_does_not_take():
+    own = recipe("qwen3-0.6b", rollout={"trtllm": {"model_kwargs": {"quantization_config": {}}}})
+    assert "rollout.trtllm.model_kwargs.quantization_config is set by trt_rl from refit; remove it" in make_plan(own).violations
+    nucleus = {"engine": "sglang", "validation": {"temperature": 1.0, "top_p": 0.7}}
+    (text,) = make_plan(recipe("qwen3-0.6b", rollout=nucleus)).violations
+    assert text.startswith("rollout.validation: top_p = 0.7 with top_k = 0: SGLang needs a top_k")
+
+
 def test_every_gpu_is_known():
     for gpu in GPUS.values():
         assert all(getattr(gpu, field.name) > 0 for field in fields(gpu) if field.name != "fp8_tflops")

@@ -130,6 +130,12 @@ def _model_violations(recipe: Recipe, arch: Arch):
             f"max_position_embeddings = {arch.max_positions}; lower one of them"
         )
     engine, able = recipe.rollout.layout(), CAPABILITIES[recipe.rollout.engine]
+    if recipe.rollout.engine == "trtllm" and "quantization_config" in recipe.rollout.trtllm.get("model_kwargs", {}):
+        yield "rollout.trtllm.model_kwargs.quantization_config is set by trt_rl from refit; remove it"
+    if recipe.rollout.engine == "sglang":
+        for key, sampling in (("sampling", recipe.rollout.sampling), ("validation", recipe.validation_sampling)):
+            if sampling.temperature and sampling.top_p < 1 and not sampling.top_k:
+                yield f"rollout.{key}: top_p = {sampling.top_p} with top_k = 0: SGLang needs a top_k beside it; set top_k too (1024, say)"
     if recipe.rollout.parallel.pp > 1:
         yield (
             f"rollout.parallel.pp = {recipe.rollout.parallel.pp}: engines are cut by tp and ep, across nodes too; set pp = 1 and "

@@ -75,6 +75,7 @@ class TrtllmEngine(RolloutEngine):
         self._asleep: set[str] = set()
         self._running: dict[str, _Running] = {}
         self._lost: asyncio.Future | None = None
+        self._llm: Any = None
         self._lock = threading.Lock()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "continued"), 0)
 
@@ -104,6 +105,7 @@ class TrtllmEngine(RolloutEngine):
         try:
             self._llm = self._wait(build())
         except _REFUSALS as error:
+            self._loop.call_soon_threadsafe(self._loop.stop)
             raise EngineError(f"TensorRT-LLM {self.features.version} did not start: {type(error).__name__}: {error}") from error
         asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
@@ -169,6 +171,8 @@ class TrtllmEngine(RolloutEngine):
         return {"sleep_config": SleepConfig(restore_modes={ExecutorMemoryType.KV_CACHE: "NONE"})}
 
     def stop(self) -> None:
+        if self._llm is None:  # it never started
+            return
         self._fail(EngineLost("the engine was stopped"))
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
