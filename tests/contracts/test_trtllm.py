@@ -466,7 +466,7 @@ def two_nodes(folder: str) -> None:
 @pytest.mark.slow
 def test_a_replica_spans_nodes_and_its_owner_stands_by_rank_0(serve, folders):
     code = f"from tests.contracts.test_trtllm import two_nodes; two_nodes({str(folders['dense'])!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     found = re.search(r"^served (.*)$", done.stdout, re.MULTILINE)
     assert found, done.stdout[-2000:] + done.stderr[-4000:]
     answer = Completion(**json.loads(found[1]))

@@ -93,7 +93,7 @@ def on_path(*folders: Path, **environment: str) -> dict[str, str]:
 def test_a_plain_cpu_machine_passes_quickly_and_in_json(tmp_path):
     file = tmp_path / "found.json"
     command = [sys.executable, "-X", "importtime", "-m", "trt_rl.cli", "doctor", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     found = json.loads(file.read_text())
     assert done.returncode == 0, done.stdout
     assert found["ok"] is True
@@ -383,7 +383,7 @@ def test_variables_of_an_mpi_launcher(monkeypatch, engine, address, status):
     for check in checks:
         assert "PMI_RANK" in check.found and "SLURM_JOB_ID" in check.found
         shell = ["bash", "-c", f"{check.fix}; env"]
-        left = subprocess.run(shell, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        left = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
         assert not [line for line in left if doctor.MPI.match(line)], "the fix that is printed must work"
 
 
@@ -460,7 +460,7 @@ def test_the_contract_fake_is_probed(tmp_path, release, status, feature):
     file = tmp_path / "found.json"
     command = [sys.executable, "-m", "trt_rl.cli", "doctor", "--json", str(file)]
     environment = on_path(FAKE, tmp_path, ROOT, TRTLLM_FAKE_VERSION=release)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False)
     checks = {c["name"]: c for c in json.loads(file.read_text())["checks"]}
     assert done.returncode == status, done.stdout + done.stderr
     assert release in checks["TensorRT-LLM"]["found"]

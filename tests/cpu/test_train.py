@@ -41,14 +41,14 @@ class Cli:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
-    def finish(self, code: int = 0, timeout: float = 200) -> str:
+    def finish(self, code: int = 0, timeout: float = 600) -> str:
         assert self.process.wait(timeout) == code, self.text()
         return self.text()
 
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, text: str, timeout: float = 150) -> None:
+    def wait_for(self, text: str, timeout: float = 400) -> None:
         deadline = time.monotonic() + timeout
         while text not in self.text():
             assert self.process.poll() is None, f"ended early:\n{self.text()}"
@@ -233,7 +233,7 @@ def test_a_dead_trainer_rank_is_named_and_the_run_ends(tmp_path):
     cli = Cli(tmp_path / "dead", "run.steps=500")
     cli.wait_for("step 1/500")
     cli.members("ray::MegatronActor")[0].kill()
-    text = cli.finish(code=2, timeout=60)
+    text = cli.finish(code=2, timeout=300)
     assert "WorkerDied" in text and "trainer rank" in text and "Traceback" not in text
     assert not cli.left_behind()
 

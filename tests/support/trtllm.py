@@ -125,6 +125,7 @@ def why_not_started(engine: Any, options: dict[str, Any], format: str = "bf16", 
     try:
         other.start()
     except EngineError as error:
+        other.stop()  # harmless: nothing started
         return str(error)
     return "it started"
 
@@ -180,7 +181,7 @@ class RemoteEngine:
     @staticmethod
     def _get(ref: Any) -> Any:
         try:
-            return ray.get(ref, timeout=120)
+            return ray.get(ref, timeout=300)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
 

@@ -66,9 +66,8 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     table = PrecisionTable.build(arch, recipe.refit.policy())
     speeds = speeds or Speeds(gpu.nvlink_gb_s * LINK_SHARE, gpu.network_gb_s * NETWORK_SHARE)
     traffic = moved(recipe, arch, table, seating, speeds)
-    slot = max(traffic.pop("extra_bytes_of_rank").values()) // 2
+    slot = max(traffic["extra_bytes_of_rank"].values()) // 2
     plan.refit = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)} | traffic
-    plan.refit["extra_bytes_of_a_rank"] = 2 * slot
 
     stages = trainer_stages(recipe, arch, slot)
     worst = max(stages, key=lambda stage: stage.total)

@@ -80,7 +80,7 @@ def _refit(plan: Plan) -> Table:
             "buckets",
             f"{refit['buckets']} in {refit['rounds']} rounds" if refit["exact"] else "bytes extrapolated from a few layers and experts",
         ),
-        ("extra memory of a rank", f"{refit['extra_bytes_of_a_rank'] / 1e9:.3f} GB at most (two buckets)"),
+        ("extra memory of a rank", f"{max(refit['extra_bytes_of_rank'].values()) / 1e9:.3f} GB at most (two buckets)"),
         ("seconds", f"{refit['predicted_s']:.3f} (prediction from link speeds)"),
     ]
     return _pairs("refit", rows)
