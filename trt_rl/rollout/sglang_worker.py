@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,24 +24,17 @@ import torch.distributed as dist
 from trt_rl.arch import Arch
 from trt_rl.errors import RefitError
 from trt_rl.layout import EngineLayout
-from trt_rl.refit.landing import Landings, Place, expected_places
+from trt_rl.refit.landing import Landings
 from trt_rl.refit.member import Agreement, EngineMember
 from trt_rl.refit.names import Box
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.refit.stream import Refit
+from trt_rl.rollout.live import EXPERT, FUSED, Parameters, lay_over, parameter_of
 
 LOADER = "trt_rl.rollout.sglang_worker.run_command"
 """The path by which SGLang imports the loader, in `custom_weight_loader` and as `load_format`."""
 
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(.+)")
-_FUSED = {
-    "q_proj": ("qkv_proj", ()),
-    "k_proj": ("qkv_proj", ("q_proj",)),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj")),
-    "gate_proj": ("gate_up_proj", ()),
-    "up_proj": ("gate_up_proj", ("gate_proj",)),
-}
-"""Matrix -> the module that holds it, and the matrices before it there."""
+_parameter = partial(parameter_of, "SGLang")
 _CONSTANTS = re.compile(r".*\.self_attn\.attn\.[kv]_scale")
 """Scales of an FP8 KV cache, 1.0 unless a checkpoint brings others; no refit writes them."""
 _PADDED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -58,25 +52,16 @@ def map_parameters(parameters: dict[str, torch.Tensor], arch: Arch, table: Preci
     Raises:
         RefitError: a tensor of the refit has no place, or a parameter would be left unwritten.
     """
-    expected = expected_places(arch, table, layout, layout.at(rank))
-    places, covered = {}, dict.fromkeys(parameters, 0)
-    local_experts = arch.experts // layout.ep if arch.experts else 0
-    for name, (_, box) in expected.items():
-        parameter, view = _find(name, box, expected, parameters, local_experts)
-        places[name] = Place(box, view)
-        covered[parameter] += view.numel()
-    for name, parameter in parameters.items():
-        padding = parameter.numel() - covered[name] if name in _PADDED and name in table.shapes else 0
-        if covered[name] + padding != parameter.numel() and not _CONSTANTS.fullmatch(name):
-            raise RefitError(
-                f"SGLang's parameter {name} {list(parameter.shape)}: a refit would write {covered[name]} of {parameter.numel()} values"
-            )
-    return Landings(places, rank)
+
+    def unwritten(name: str, parameter: torch.Tensor, covered: int) -> bool:
+        return bool(_CONSTANTS.fullmatch(name)) or (name in _PADDED and name in table.shapes)
+
+    return lay_over("SGLang", parameters, arch, table, layout, rank, partial(_find, parameters), unwritten)
 
 
-def _find(name: str, box: Box, expected: dict, parameters: dict[str, torch.Tensor], local_experts: int) -> tuple[str, torch.Tensor]:
+def _find(parameters: Parameters, name: str, box: Box, expected: dict, local_experts: int) -> tuple[str, torch.Tensor]:
     rows = box[0][1] - box[0][0]
-    if match := _EXPERT.fullmatch(name):
+    if match := EXPERT.fullmatch(name):
         at, expert, matrix, leaf = match[1], int(match[2]), match[3], match[4]
         target = f"{at}.{'w2' if matrix == 'down' else 'w13'}_{leaf}"
         mine = _parameter(target, name, parameters)[expert % local_experts]
@@ -84,19 +69,13 @@ def _find(name: str, box: Box, expected: dict, parameters: dict[str, torch.Tenso
         return target, mine[start : start + rows]
     module, _, leaf = name.rpartition(".")
     owner, _, matrix = module.rpartition(".")
-    if matrix not in _FUSED:
+    if matrix not in FUSED:
         return name, _parameter(name, name, parameters)[:rows]
-    fused, before = _FUSED[matrix]
+    fused, before = FUSED[matrix]
     sides = [expected[f"{owner}.{other}.{leaf}"][1][0] for other in before]
     start = sum(stop - begin for begin, stop in sides)
     target = f"{owner}.{fused}.{leaf}"
     return target, _parameter(target, name, parameters)[start : start + rows]
-
-
-def _parameter(target: str, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    if target not in parameters:
-        raise RefitError(f"{name}: SGLang has no parameter {target}; is the module FP8 there as the precision table says?")
-    return parameters[target].detach()
 
 
 def refuse_other_layouts(model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ fused_moe/quantization.py), for Hopper, where weights stay as they were loaded. 
 
 from __future__ import annotations
 
-import re
+from functools import partial
 
 import torch
 
@@ -18,16 +18,9 @@ from trt_rl.refit.landing import Place
 from trt_rl.refit.names import Box
 from trt_rl.refit.precision import PrecisionTable, scale_name
 from trt_rl.refit.route import owned_blocks
+from trt_rl.rollout.live import EXPERT, FUSED, parameter_of
 
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj")
-_FUSED = {
-    "q_proj": ("qkv_proj", ()),
-    "k_proj": ("qkv_proj", ("q_proj",)),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj")),
-    "gate_proj": ("gate_up_proj", ()),
-    "up_proj": ("gate_up_proj", ("gate_proj",)),
-}
-"""Matrix -> the parameter that holds it, and the matrices before it there."""
+_parameter = partial(parameter_of, "TensorRT-LLM")
 
 
 def live_places(
@@ -71,7 +64,7 @@ def _view(name: str, box: Box, boxes: dict, parameters: dict, arch: Arch, layout
     module = name.removesuffix(".weight")
     unit = 128 if scale else 1
     rows = -(-(box[0][1] - box[0][0]) // unit)
-    if match := _EXPERT.fullmatch(module):
+    if match := EXPERT.fullmatch(name):
         kind = "w2" if match[3] == "down" else "w3_w1"
         leaf = f"{kind}_weight_scaling_factor" if scale else f"{kind}_weight"
         target = next((p for p in (f"{match[1]}.{leaf}", f"{match[1]}.backend.{leaf}") if p in parameters), None)
@@ -81,17 +74,11 @@ def _view(name: str, box: Box, boxes: dict, parameters: dict, arch: Arch, layout
         return mine[start : start + rows]
     leaf = "weight_scale" if scale else "weight"
     owner, _, matrix = module.rpartition(".")
-    if matrix not in _FUSED:
+    if matrix not in FUSED:
         return _parameter(f"{module}.{leaf}", name, parameters)[:rows]
-    fused, before = _FUSED[matrix]
+    fused, before = FUSED[matrix]
     start = sum(-(-(boxes[f"{owner}.{b}.weight"][0][1] - boxes[f"{owner}.{b}.weight"][0][0]) // unit) for b in before)
     return _parameter(f"{owner}.{fused}.{leaf}", name, parameters)[start : start + rows]
-
-
-def _parameter(target: str, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    if target not in parameters:
-        raise RefitError(f"{name}: TensorRT-LLM has no parameter {target}; is the module FP8 there as the precision table says?")
-    return parameters[target].detach()
 
 
 def _checked(name: str, view: torch.Tensor, box: Box, dtype: torch.dtype) -> torch.Tensor:

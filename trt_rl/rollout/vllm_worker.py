@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ import torch
 from trt_rl.arch import Arch
 from trt_rl.errors import RefitError
 from trt_rl.layout import EngineLayout
-from trt_rl.refit.landing import Landings, Place, expected_places
+from trt_rl.refit.landing import Landings
 from trt_rl.refit.member import Agreement, EngineMember
+from trt_rl.refit.names import Box
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.refit.stream import Refit
+from trt_rl.rollout.live import EXPERT, FUSED, Parameters, lay_over, parameter_of
 
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(.+)")
-_FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2), "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
-_MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_parameter = partial(parameter_of, "vLLM")
 LAYOUT_KEEPING = ("TritonFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel", "CutlassFP8ScaledMMLinearKernel")
 """vLLM's FP8 linear kernels that leave weights and scales as the checkpoint has them."""
 
@@ -40,44 +41,31 @@ def map_parameters(parameters: dict[str, torch.Tensor], arch: Arch, table: Preci
     Raises:
         RefitError: a tensor of the refit has no place, or a parameter would be left unwritten.
     """
-    expected = expected_places(arch, table, layout, layout.at(rank))
-    places, covered = {}, dict.fromkeys(parameters, 0)
-    local_experts = arch.experts // layout.ep if arch.experts else 0
-    for name, (_, box) in expected.items():
-        parameter, view = _find(name, box, expected, parameters, local_experts)
-        places[name] = Place(box, view)
-        covered[parameter] += view.numel()
-    for name, parameter in parameters.items():
-        padding = parameter.shape[0] * parameter.shape[1] - covered[name] if name in ("model.embed_tokens.weight", "lm_head.weight") else 0
-        if parameter.dim() > 0 and covered[name] + padding < parameter.numel():
-            raise RefitError(
-                f"vLLM's parameter {name} {list(parameter.shape)}: a refit would write {covered[name]} of {parameter.numel()} values"
-            )
-    return Landings(places, rank)
+
+    def unwritten(name: str, parameter: torch.Tensor, covered: int) -> bool:
+        # Scales that what is fused shares are written more than once; vocabularies are padded.
+        return covered > parameter.numel() or parameter.dim() == 0 or name in ("model.embed_tokens.weight", "lm_head.weight")
+
+    find = partial(_find, parameters)
+    return lay_over("vLLM", parameters, arch, table, layout, rank, find, unwritten)
 
 
-def _find(name: str, box, expected, parameters, local_experts: int) -> tuple[str, torch.Tensor]:
-    if match := _EXPERT.fullmatch(name):
+def _find(parameters: Parameters, name: str, box: Box, expected: dict, local_experts: int) -> tuple[str, torch.Tensor]:
+    if match := EXPERT.fullmatch(name):
         return _expert(match, box, parameters, local_experts)
     module, leaf = name.rsplit(".", 1)
     owner, matrix = module.rsplit(".", 1) if "." in module else ("", module)
     rows = box[0][1] - box[0][0]
-    if matrix not in _FUSED:
+    if matrix not in FUSED:
         return name, _rows(_parameter(name, name, parameters), leaf, 0, rows)
-    fused, which = _FUSED[matrix]
+    fused, before = FUSED[matrix]
     target = f"{owner}.{fused}.{leaf}"
     start = 0
     if leaf in ("weight", "weight_scale_inv"):
-        for other in _MEMBERS[fused][:which]:
+        for other in before:
             side = expected[f"{owner}.{other}.{leaf}"][1][0]
             start += side[1] - side[0]
     return target, _rows(_parameter(target, name, parameters), leaf, start, rows)
-
-
-def _parameter(target: str, name: str, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    if target not in parameters:
-        raise RefitError(f"{name}: vLLM has no parameter {target}; is the module FP8 there as the precision table says?")
-    return parameters[target].detach()
 
 
 def _rows(parameter: torch.Tensor, leaf: str, start: int, rows: int) -> torch.Tensor:
