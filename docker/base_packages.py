@@ -16,7 +16,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-STACK = re.compile(r"(torch.*|pytorch-triton|triton|tensorrt.*|transformer-engine.*|flash-?attn.*|flashinfer.*|nvidia-.*|cuda-.*|tokenizers|mpi4py)")
+STACK = re.compile(
+    r"(torch.*|pytorch-triton|triton|tensorrt.*|transformer-engine.*|flash-?attn.*|flashinfer.*|nvidia-.*|cuda-.*|tokenizers|mpi4py)"
+)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
