@@ -72,7 +72,7 @@ echo "== building $image from docker/Dockerfile"
 build --target image -t "$image"
 if [ -n "$tests" ]; then
     echo "== building its stage test: pytest $tests"
-    build --target test --layers --build-arg "TESTS=$tests" -t localhost/trt_rl:test
+    build --target test --build-arg "TESTS=$tests" -t localhost/trt_rl:test
 fi
 
 container=$(tool from "$image")
