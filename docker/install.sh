@@ -3,7 +3,7 @@
 # On a TensorRT-LLM image it lies over the image's own packages; on any other image it holds everything, for CPUs.
 set -euo pipefail
 venv=/opt/trt_rl requirements=requirements
-unset PIP_CONSTRAINT # NVIDIA's images set it; what must stay is decided in base_packages.py
+unset PIP_CONSTRAINT # as in the Dockerfile
 
 fail() { echo "error: $*" >&2; exit 1; }
 
