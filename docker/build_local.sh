@@ -89,6 +89,7 @@ echo "== in the image: doctor as a user that it does not know"
 inside --user 4242:4242 "$container" -- "${entrypoint[@]}" doctor --quick | tail -1
 echo "== in the image: the quickstart, 4 steps"
 inside "$container" -- "${entrypoint[@]}" train examples/quickstart/recipe.yaml run.steps=4
+tool rm "$container" >/dev/null
 tool inspect --type image --format 'health check: {{.Docker.Config.Healthcheck.Test}}; user: {{.Docker.Config.User}}; command: {{.Docker.Config.Cmd}}{{println}}' "$image"
 echo "== done: $image was built and trained"
 [ "$keep" = no ] || echo "kept: buildah --storage-driver vfs --root $work/storage --runroot $work/run images"
