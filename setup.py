@@ -20,7 +20,7 @@ TRAIN = [
     "torch>=2.9",
     "megatron-core==0.16.1",
     "nvidia-modelopt>=0.44",
-    "transformers>=5.8",
+    "transformers>=5.5.3",
     "datasets>=4",
     "math-verify>=0.9",
     "reasoning-gym>=0.1.25",

@@ -19,7 +19,7 @@ from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.engine import Request, Sampling, make_engine
-from trt_rl.rollout.fp8 import BlockFP8Linear, dequantize, quantize_activations
+from trt_rl.rollout.fp8 import BlockFP8Linear, _mix_experts, dequantize, quantize_activations
 from trt_rl.rollout.hf import HFEngine
 from trt_rl.rollout.sampling import sample
 
@@ -358,3 +358,12 @@ def test_live_tensors_hold_the_bits_of_the_reference(start, models, kind, format
     expected = reference(models(kind), engine.table, scale=0.5)
     assert not [name for name in expected if not same_bits(engine.live[name], expected[name])]
     assert addresses == {name: view.data_ptr() for name, view in engine.live.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_are_mixed_in_bf16_whatever_the_routers_weights_are(dtype):
+    """transformers 5.5, which TensorRT-LLM 1.3.0rc15's image brings, hands them over in FP32; 5.17 in BF16."""
+    x_T_H = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    expert_T_K, weight_T_K = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.5, 0.25], [1.0, 0.5]], dtype=dtype)
+    mixed = _mix_experts(x_T_H, expert_T_K, weight_T_K, lambda expert, token: x_T_H[token] * (expert + 1))
+    assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, torch.tensor([[1.0, 2.0], [10.5, 14.0]], dtype=torch.bfloat16))

@@ -126,5 +126,6 @@ def _mix_experts(x_T_H: torch.Tensor, expert_T_K: torch.Tensor, weight_T_K: torc
     result = torch.zeros_like(x_T_H)
     for e in expert_T_K.unique().tolist():
         token, slot = torch.where(expert_T_K == e)
-        result.index_add_(0, token, run(e, token).to(x_T_H.dtype) * weight_T_K[token, slot, None])
+        # transformers 5.5 hands the router's weights over in FP32.
+        result.index_add_(0, token, (run(e, token).to(x_T_H.dtype) * weight_T_K[token, slot, None]).to(x_T_H.dtype))
     return result
