@@ -222,8 +222,8 @@ def ephemeral_problems(ports: Ports) -> list[str]:
     ]
 
 
-def without_launchers(environment: dict[str, str] | None = None) -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Of this process, without what Slurm, PMI and MPI left: Ray hands its environment to every worker, where TensorRT-LLM would
-    choose MPI, or abort in it."""
-    source = os.environ if environment is None else environment
-    return {k: v for k, v in source.items() if not k.startswith(("PMI", "MPI", "OMPI", "SLURM"))}
+    choose MPI, or abort in it. Without the address and the token of another cluster, too."""
+    foreign = ("PMI", "MPI", "OMPI", "SLURM", "RAY_ADDRESS", "RAY_AUTH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}

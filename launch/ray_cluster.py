@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -20,13 +21,25 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.hosts import FIRST_PORT, Host, LaunchError, Ports, address_towards, answers, head_address, joined, ports_of, problems_here
-from launch.hosts import without_launchers as clean_environment
+from launch.hosts import (
+    FIRST_PORT,
+    Host,
+    LaunchError,
+    Ports,
+    address_towards,
+    answers,
+    clean_environment,
+    head_address,
+    joined,
+    ports_of,
+    problems_here,
+)
 
 _MARK = "trt_rl.host."  # a resource of every node, by which nodes of one machine can be told apart
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_S = 0.2
 _FAILED = "failed: "
+_DRAIN, _DRAIN_S = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 5  # Ray's own 30 s would outlast Slurm's patience (KillWait) with the job
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -56,6 +69,15 @@ class Cluster:
     def is_head(self) -> bool:
         return self.me == self.hosts[0].name
 
+    def authentication(self) -> dict[str, str]:
+        """Environment of everything that speaks to this cluster: whoever may open the job's folder of logs may use it, other
+        users of these machines may not. Ray before 2.52 knows no tokens and ignores this."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+
+    @property
+    def token(self) -> Path:
+        return self.logs / "ray_token"
+
     def tell(self, state: str) -> None:
         """What this node does, for the head to read."""
         file = self.logs / f"{self.me}.state"
@@ -78,8 +100,10 @@ class Node:
     def __enter__(self) -> Node:
         # Not under TMPDIR: the paths of Ray's sockets below this must stay under 108 characters.
         self.folder = Path(tempfile.mkdtemp(prefix=f"trt_rl_{self.cluster.job}_", dir="/tmp"))
-        environment = clean_environment() | {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-        environment.pop("RAY_ADDRESS", None)
+        if self.cluster.is_head:
+            with open(os.open(self.cluster.token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+        environment = clean_environment() | self.cluster.authentication() | {_DRAIN: str(_DRAIN_S)}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 self.command(), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -144,7 +168,7 @@ def run_worker(cluster: Cluster, while_stdin: bool) -> int:
 
     head = joined(*cluster.gcs)
     cluster.tell(f"waiting for the head: nothing answers at {head} yet")
-    while not answers(*cluster.gcs):
+    while not (cluster.token.is_file() and answers(*cluster.gcs)):
         if asked():
             return 0
         if time.monotonic() > deadline:
@@ -170,7 +194,7 @@ def run_head(cluster: Cluster, command: list[str], while_stdin: bool) -> int:
     stop = Stop()
     with Node(cluster) as node:
         address = joined(*cluster.gcs)
-        watcher = _child([sys.executable, "-m", "launch.ray_cluster", "watch", *watch_arguments(cluster)])
+        watcher = _child([sys.executable, "-m", "launch.ray_cluster", "watch", *watch_arguments(cluster)], cluster.authentication())
         try:
             while watcher.poll() is None:
                 if stop.count or (while_stdin and _closed(sys.stdin)):
@@ -184,7 +208,7 @@ def run_head(cluster: Cluster, command: list[str], while_stdin: bool) -> int:
             _end(watcher)
         if watcher.returncode:
             return 2
-        driver = _child(command, {"RAY_ADDRESS": address})
+        driver = _child(command, cluster.authentication() | {"RAY_ADDRESS": address})
         try:
             return _drive(driver, stop, node, while_stdin)
         finally:
@@ -272,9 +296,9 @@ def last_line(file: Path) -> str:
     return lines[-1] if lines else "no output"
 
 
-def _child(command: list[str], more: dict[str, str] | None = None) -> subprocess.Popen:
+def _child(command: list[str], more: dict[str, str]) -> subprocess.Popen:
     try:
-        return subprocess.Popen(command, env=clean_environment() | (more or {}), stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(command, env=clean_environment() | more, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         raise LaunchError(f"the driver {command[0]!r} cannot be started: {error.strerror}; name a program of the nodes") from error
 
@@ -316,8 +340,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--deadline", type=float, default=600.0)
     parser.add_argument("--path", action="append", default=[], help="must exist, repeatable")
     parser.add_argument("--while-stdin", action="store_true", help="stop when standard input closes, as it does when ssh ends")
-    parser.add_argument("command", nargs="*", help="of the driver, after --")
-    given = parser.parse_args(arguments)
+    own, driver = arguments, []
+    if "--" in arguments:  # what follows is the driver's command line
+        own, driver = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    given = parser.parse_args(own)
+    if given.role == "head" and not driver:
+        parser.error("head needs the driver's command after --")
     try:
         hosts = Host.parse(given.hosts)
         if given.role == "address":
@@ -336,7 +364,7 @@ def main(arguments: list[str]) -> int:
         if given.role == "watch":
             return watch(cluster)
         cluster.logs.mkdir(parents=True, exist_ok=True)
-        return run_worker(cluster, given.while_stdin) if given.role == "worker" else run_head(cluster, given.command, given.while_stdin)
+        return run_worker(cluster, given.while_stdin) if given.role == "worker" else run_head(cluster, driver, given.while_stdin)
     except LaunchError as error:
         print(f"error: {given.me + ': ' if given.me else ''}{error}", file=sys.stderr)
         return 2

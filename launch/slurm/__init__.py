@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.containers import NO_CONTAINER, Container
 from launch.hosts import FIRST_PORT, LaunchError, slots
 
-_PLAIN = re.compile(r"[A-Za-z0-9_./:=,@%+\-\[\]]")
+_PLAIN = re.compile(r"[A-Za-z0-9_./:=,@%+\-\[\]]+")
 
 
 @dataclass(frozen=True)
@@ -142,5 +142,8 @@ def _words(items) -> str:
 
 
 def _sbatch_word(option: str) -> str:
-    """sbatch reads its lines with rules of its own: a backslash takes the next character as it is, quoted or not."""
-    return "".join(c if _PLAIN.match(c) else "\\" + c for c in option)
+    """For sbatch, which reads its lines with rules of its own: everything between double quotes is one word, in which a
+    backslash takes the next character as it is."""
+    if _PLAIN.fullmatch(option):
+        return option
+    return '"' + re.sub(r'([\\"])', r"\\\1", option) + '"'

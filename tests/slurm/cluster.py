@@ -93,7 +93,9 @@ class SlurmCluster:
             "SchedulerParameters=sched_interval=5,batch_sched_delay=0",
         ]
         for node, port in zip(NODES, (first, second), strict=True):
-            lines.append(f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} State=UNKNOWN")
+            lines.append(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} State=UNKNOWN"
+            )
         lines.append(f"PartitionName=test Nodes={','.join(NODES)} Default=YES OverSubscribe=NO State=UP MaxTime=60")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
