@@ -255,7 +255,7 @@ def watch(cluster: Cluster) -> int:
             seen = nodes
         lacking = missing(cluster, nodes)
         if not lacking:
-            for name, node in nodes.items():
+            for name, node in sorted(nodes.items()):
                 print(f"  {name}: {node['NodeManagerAddress']}, Ray node {node['NodeID']}, {_brings(node)}")
             ray.shutdown()
             return 0
