@@ -45,13 +45,12 @@ class RayJob:
         for option, value in (("--memory", self.memory), ("--shared-memory", self.shared_memory)):
             if not _QUANTITY.fullmatch(value):
                 found.append(f"{option} = {value!r} is no Kubernetes quantity; write e.g. 64Gi")
-        for volume in self.volumes:
-            if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^:]*", volume):
-                found.append(f"--volume {volume!r} is not CLAIM:/PATH")
+        good = [volume for volume in self.volumes if re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^:]*", volume)]
+        found += [f"--volume {volume!r} is not CLAIM:/PATH" for volume in self.volumes if volume not in good]
         for pair in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", pair, re.DOTALL):
                 found.append(f"--env {pair!r} is not NAME=VALUE")
-        mounted = [volume.partition(":")[2].rstrip("/") for volume in self.volumes]
+        mounted = [volume.partition(":")[2].rstrip("/") for volume in good]
         for key, path in self.folders.items():
             if not any(path == mount or path.startswith(mount + "/") for mount in mounted):
                 on = f"one of {', '.join(mounted)}" if mounted else "a volume of all pods; add --volume CLAIM:/PATH"

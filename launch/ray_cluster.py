@@ -36,10 +36,10 @@ from launch.hosts import (
 )
 
 _MARK = "trt_rl.host."  # a resource of every node, by which nodes of one machine can be told apart
-_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOP = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _FAILED = "failed: "
-_DRAIN, _DRAIN_S = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 5  # Ray's own 30 s would outlast Slurm's patience (KillWait) with the job
+_DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # the driver has ended, and Slurm waits seconds only (KillWait)
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -103,7 +103,7 @@ class Node:
         if self.cluster.is_head:
             with open(os.open(self.cluster.token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
-        environment = clean_environment() | self.cluster.authentication() | {_DRAIN: str(_DRAIN_S)}
+        environment = clean_environment() | self.cluster.authentication() | _DRAIN
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 self.command(), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -160,7 +160,7 @@ class Stop:
 
 
 def run_worker(cluster: Cluster, while_stdin: bool) -> int:
-    """Ray on a node that is not the head, until asked to stop (over ssh: until the connection closes)."""
+    """Ray on a node that is not the head, until asked to stop."""
     stop, deadline = Stop(), time.monotonic() + cluster.deadline_s
 
     def asked() -> bool:
@@ -189,7 +189,8 @@ def run_worker(cluster: Cluster, while_stdin: bool) -> int:
 def run_head(cluster: Cluster, command: list[str], while_stdin: bool) -> int:
     """Ray on this node, the other nodes' arrival, then `command`, whose exit code this returns.
 
-    The first signal is passed on to it as SIGTERM: a training run finishes its step and saves. So is every further one.
+    What asks this to stop, asks the command with SIGTERM: a training run finishes its step and saves. So does every further
+    signal. Those are not Slurm's way of asking for a checkpoint: they reach every process of a step, Ray's included.
     """
     stop = Stop()
     with Node(cluster) as node:
@@ -336,16 +337,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--cpus", type=int)
     parser.add_argument("--object-store-bytes", type=int)
-    parser.add_argument("--logs", type=Path, default=Path())
+    parser.add_argument("--logs", type=Path, help="folder that all nodes share; needed to start Ray")
     parser.add_argument("--deadline", type=float, default=600.0)
     parser.add_argument("--path", action="append", default=[], help="must exist, repeatable")
-    parser.add_argument("--while-stdin", action="store_true", help="stop when standard input closes, as it does when ssh ends")
+    parser.add_argument(
+        "--while-stdin", action="store_true", help="stop when standard input closes: what started this has ended, or asks for it"
+    )
     own, driver = arguments, []
     if "--" in arguments:  # what follows is the driver's command line
         own, driver = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     given = parser.parse_args(own)
     if given.role == "head" and not driver:
         parser.error("head needs the driver's command after --")
+    if given.logs is None and given.role not in ("check", "address"):
+        parser.error(f"{given.role} needs --logs")
     try:
         hosts = Host.parse(given.hosts)
         if given.role == "address":
@@ -356,6 +361,11 @@ def main(arguments: list[str]) -> int:
             found = problems_here(ports_of(hosts, given.me, given.job, given.first_port), given.path, given.gpus)
             for problem in found:
                 print(f"{given.me}: {problem}", file=sys.stderr)
+            if given.logs:
+                given.logs.mkdir(parents=True, exist_ok=True)
+                (given.logs / f"{given.me}.state").write_text(
+                    "it lacks something" if found else "it passed the checks, then nothing was heard of it"
+                )
             return 2 if found else 0
         cluster = Cluster(
             hosts, given.me, given.job, given.first_port, given.address, given.cpus, given.gpus, given.object_store_bytes,
