@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 NODES = ("n1", "n2")
-CPUS = 8  # of each node, whatever the machine has: four jobs of these tests at once
+CPUS = 10  # of each node, whatever the machine has: five jobs of these tests at once
 MEMORY_MB = 100_000
 FINAL = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 
@@ -23,6 +23,10 @@ def free_ports(count: int) -> list[int]:
     for s in held:
         s.close()
     return ports
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(f"/usr/sbin/{name}")
 
 
 class SlurmCluster:
@@ -101,8 +105,9 @@ class SlurmCluster:
 
     def _spawn(self, program: str, *arguments: str) -> None:
         log = (self.folder / f"{program}{len(self.processes)}.log").open("w")
-        path = shutil.which(program) or f"/usr/sbin/{program}"
-        self.processes.append(subprocess.Popen([path, *arguments], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+        self.processes.append(
+            subprocess.Popen([_program(program), *arguments], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        )
 
     def _run(self, *command: str) -> subprocess.CompletedProcess:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
@@ -120,8 +125,13 @@ class SlurmCluster:
 
     @staticmethod
     def cannot_start() -> str | None:
-        """munged, slurmctld and slurmd as they are configured here run as root."""
-        return None if os.geteuid() == 0 else "its daemons need root"
+        """Why not, on this machine."""
+        if os.geteuid() != 0:
+            return "its daemons need root, to run jobs as their users"
+        lacking = [p for p in ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel") if not _program(p)]
+        if lacking:
+            return f"{', '.join(lacking)} not installed; `bash tests/run.sh --slurm` installs them on Debian and Ubuntu"
+        return None
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
