@@ -139,12 +139,26 @@ class Node:
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)  # the session that we made; nobody else is in it
+            self.process.kill()
             self.process.wait()
+        # Ray leaves its agents behind. All that it started is in the group that we made for it, and nobody else is.
+        for number, patience_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 0.0)):
+            deadline = time.monotonic() + patience_s
+            while _signal_group(self.process.pid, number) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         for logs in self.folder.glob("session_*/logs"):
             if not logs.parent.is_symlink():
                 shutil.copytree(logs, self.cluster.logs / f"{self.cluster.me}.ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """Whether there was anybody in it."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class Stop:

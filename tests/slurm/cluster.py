@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -91,6 +92,7 @@ class SlurmCluster:
             "DefMemPerNode=20000",
             "ReturnToService=2",
             "KillWait=15",
+            f"FirstJobId={random.randrange(1000, 60_000)}",  # it decides Ray's ports: another run of these tests has others
             "MinJobAge=3600",  # ended jobs stay visible
             "SlurmdTimeout=600",  # a busy machine is no failed node
             "MessageTimeout=60",

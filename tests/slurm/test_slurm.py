@@ -21,8 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from launch.hosts import Host, ports_of
-from tests.slurm.cluster import SlurmCluster
+from launch.hosts import Host, ports_of, taken_ports
+from tests.slurm.cluster import NODES, SlurmCluster
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples/quickstart/recipe.yaml"
@@ -71,8 +71,11 @@ class Job:
         self.slurm.until(look, what, 600)
 
     def left_behind(self) -> list[str]:
-        """Processes of this job, once they have had time to end."""
+        """Processes of this job, and listeners on its ports (Ray's agents hide their environment), once they have had time to end."""
         deadline = time.monotonic() + 60
+        for node in NODES:
+            if taken := taken_ports(ports_of(Host.parse("n1=127.0.0.1,n2=127.0.0.1"), node, int(self.number)), 60):
+                return taken
         while found := [p for p in psutil.process_iter() if self._ours(p)]:
             if time.monotonic() > deadline:
                 return [" ".join(p.cmdline())[:100] for p in found]
