@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ _MARK = "trt_rl.host."  # a resource of every node, by which nodes of one machin
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _FAILED = "failed: "
+_ATTEMPTS = 3  # `ray start` gives its own processes 30 s, which a busy machine or a slow file system can exceed
 _DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # the driver has ended, and Slurm waits seconds only (KillWait)
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -100,7 +102,7 @@ class Node:
     def __enter__(self) -> Node:
         # Not under TMPDIR: the paths of Ray's sockets below this must stay under 108 characters.
         self.folder = Path(tempfile.mkdtemp(prefix=f"trt_rl_{self.cluster.job}_", dir="/tmp"))
-        if self.cluster.is_head:
+        if self.cluster.is_head and not self.cluster.token.exists():
             with open(os.open(self.cluster.token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
         environment = clean_environment() | self.cluster.authentication() | _DRAIN
@@ -181,23 +183,28 @@ def run_worker(cluster: Cluster, while_stdin: bool) -> int:
         return bool(stop.count) or (while_stdin and _closed(sys.stdin))
 
     head = joined(*cluster.gcs)
-    cluster.tell(f"waiting for the head: nothing answers at {head} yet")
-    while not (cluster.token.is_file() and answers(*cluster.gcs)):
-        if asked():
-            return 0
-        if time.monotonic() > deadline:
-            cluster.tell(f"{_FAILED}nothing answered at {head} within {cluster.deadline_s:.0f} s; is there a firewall between the nodes?")
-            return 1
-        time.sleep(_POLL_S)
-    cluster.tell(f"the head answers at {head}; starting Ray, which writes to {cluster.logs / cluster.me}.log")
-    with Node(cluster) as node:
-        while not (asked() or node.ended()):
+    for attempt in range(1, _ATTEMPTS + 1):
+        cluster.tell(f"waiting for the head: nothing answers at {head} yet")
+        while not (cluster.token.is_file() and answers(*cluster.gcs)):
+            if asked():
+                return 0
+            if time.monotonic() > deadline:
+                cluster.tell(
+                    f"{_FAILED}nothing answered at {head} within {cluster.deadline_s:.0f} s; is there a firewall between the nodes?"
+                )
+                return 1
             time.sleep(_POLL_S)
-        if not asked():
-            cluster.tell(_FAILED + node.ended())
+        cluster.tell(f"the head answers at {head}; Ray was started (attempt {attempt}), it writes to {cluster.logs / cluster.me}.log")
+        with Node(cluster) as node:
+            while not (asked() or node.ended()):
+                time.sleep(_POLL_S)
+            if asked():
+                return 0
             print(f"{cluster.me}: {node.ended()}", file=sys.stderr)
-            return 1
-    return 0
+            if attempt == _ATTEMPTS or time.monotonic() > deadline:
+                cluster.tell(_FAILED + node.ended())
+                return 1
+    return 1
 
 
 def run_head(cluster: Cluster, command: list[str], while_stdin: bool) -> int:
@@ -206,28 +213,37 @@ def run_head(cluster: Cluster, command: list[str], while_stdin: bool) -> int:
     What asks this to stop, asks the command with SIGTERM: a training run finishes its step and saves. So does every further
     signal. Those are not Slurm's way of asking for a checkpoint: they reach every process of a step, Ray's included.
     """
-    stop = Stop()
-    with Node(cluster) as node:
-        address = joined(*cluster.gcs)
-        watcher = _child([sys.executable, "-m", "launch.ray_cluster", "watch", *watch_arguments(cluster)], cluster.authentication())
-        try:
-            while watcher.poll() is None:
-                if stop.count or (while_stdin and _closed(sys.stdin)):
-                    print("stopped before the driver was started", file=sys.stderr)
-                    return INTERRUPTED
-                if why := node.ended():
-                    print(f"error: the head {cluster.me}: {why}", file=sys.stderr)
-                    return 2
-                time.sleep(_POLL_S)
-        finally:
-            _end(watcher)
-        if watcher.returncode:
-            return 2
-        driver = _child(command, cluster.authentication() | {"RAY_ADDRESS": address})
-        try:
-            return _drive(driver, stop, node, while_stdin)
-        finally:
-            _end(driver)
+    stop, deadline = Stop(), time.monotonic() + cluster.deadline_s
+    for attempt in range(1, _ATTEMPTS + 1):
+        with Node(cluster) as node:
+            code = _until_complete(cluster, node, lambda: bool(stop.count) or (while_stdin and _closed(sys.stdin)))
+            if code == 0:
+                driver = _child(command, cluster.authentication() | {"RAY_ADDRESS": joined(*cluster.gcs)})
+                try:
+                    return _drive(driver, stop, node, while_stdin)
+                finally:
+                    _end(driver)
+            again = bool(node.ended()) and code == 2 and attempt < _ATTEMPTS and time.monotonic() < deadline
+        if not again:
+            break
+    return code
+
+
+def _until_complete(cluster: Cluster, node: Node, asked: Callable[[], bool]) -> int:
+    """0 once every node has joined."""
+    watcher = _child([sys.executable, "-m", "launch.ray_cluster", "watch", *watch_arguments(cluster)], cluster.authentication())
+    try:
+        while watcher.poll() is None:
+            if asked():
+                print("stopped before the driver was started", file=sys.stderr)
+                return INTERRUPTED
+            if why := node.ended():
+                print(f"error: the head {cluster.me}: {why}", file=sys.stderr)
+                return 2
+            time.sleep(_POLL_S)
+    finally:
+        _end(watcher)
+    return 2 if watcher.returncode else 0
 
 
 def _drive(driver: subprocess.Popen, stop: Stop, node: Node, while_stdin: bool) -> int:
