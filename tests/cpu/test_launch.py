@@ -82,6 +82,7 @@ printf '%s\\n' "$*" >>"$CALLS"
 case "$*" in
 *"show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
 *"show node"*) for n in 3 1 2; do echo "NodeName=n$n Arch=x86_64 NodeAddr=10.0.0.$n NodeHostName=n$n Port=0"; done ;;
+*"launch.ray_cluster check "*) sleep "${CHECK_S:-0}"; exit "${CHECK_CODE:-0}" ;;
 *" address "*) echo 10.0.0.1 10.0.0.1:20000 ;;
 *" worker "*) cat >/dev/null ;;
 *" head "*) exit "${HEAD_CODE:-0}" ;;
@@ -132,6 +133,17 @@ def test_containers_are_entered_in_every_step(stand_in, tmp_path):
     assert code == 0 and "attempt 3" in text
     command = f"apptainer exec --nv --bind=/shared/project:/shared/project --bind={tmp_path}/a run:{tmp_path}/a run --pwd=/shared/project docker://img python"
     assert sum(command in call for call in calls) == 4
+
+
+def test_nothing_starts_where_a_check_fails_or_hangs(stand_in, tmp_path):
+    job = replace(JOB, launch_folder=tmp_path / "launch", ready_timeout_s=2)
+    code, calls, text = stand_in(job, CHECK_CODE="2")
+    assert code == 2 and "nothing was started; each node has named above what it lacks" in text
+    assert not any(" head " in call or " worker " in call for call in calls)
+    (tmp_path / "launch/321.1/n2.state").touch()  # n2 has answered
+    code, calls, text = stand_in(job, CHECK_S="60")
+    assert code == 2 and "nothing was started; no answer within 2 s (--ready-timeout) from: n1 n3\n" in text
+    assert not any(" head " in call or " worker " in call for call in calls)
 
 
 def test_a_replica_takes_its_own_recipe(stand_in, tmp_path):

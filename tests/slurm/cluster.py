@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 NODES = ("n1", "n2")
-CPUS = 6  # of each node, whatever the machine has: three jobs of these tests at once, and the others wait
+CPUS = 8  # of each node, whatever the machine has: four jobs of these tests at once, and the others wait
 MEMORY_MB = 100_000
 FINAL = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 

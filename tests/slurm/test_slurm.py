@@ -195,6 +195,7 @@ def test_a_job_over_its_memory_is_killed(jobs):
     job = jobs["memory"]
     shown = job.wait()
     assert shown["JobState"] in ("OUT_OF_MEMORY", "CANCELLED", "FAILED") and shown["ExitCode"] != "0:0", shown
+    assert "memory limit" in job.text()
     assert not job.left_behind()
 
 
