@@ -49,6 +49,8 @@ class SshJob:
         found += [
             f"--env {p!r} is not NAME=VALUE" for p in self.environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", p, re.DOTALL)
         ]
+        if self.ip_version not in (None, 4, 6):
+            found.append(f"--ip-version = {self.ip_version}; works: 4, 6")
         if not self.ssh or shutil.which(self.ssh[0]) is None:
             found.append(f"--ssh {shlex.join(self.ssh)!r}: no such program here; install an ssh client")
         return found

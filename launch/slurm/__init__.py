@@ -72,6 +72,8 @@ class SlurmJob:
         for pair in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", pair, re.DOTALL):
                 found.append(f"--env {pair!r} is not NAME=VALUE")
+        if self.ip_version not in (None, 4, 6):
+            found.append(f"--ip-version = {self.ip_version}; works: 4, 6")
         if self.first_port < 1024 or slots(self.first_port) < 1:
             found.append(f"--first-port = {self.first_port}: ports lie between 1024 and 32768; use e.g. {FIRST_PORT}")
         return found

@@ -166,6 +166,7 @@ def test_everything_wrong_with_a_launch_is_in_one_error(tmp_path):
         sbatch=("partition",),
         environment=("1X=2",),
         first_port=80,
+        ip_version=5,
         container=Container("apptainer", str(tmp_path / "none.sif"), ("models",)),
         workdir=Path("/a:b"),
     )
@@ -177,6 +178,7 @@ def test_everything_wrong_with_a_launch_is_in_one_error(tmp_path):
         "'partition' is no option of sbatch",
         "'1X=2' is not NAME=VALUE",
         "--first-port = 80",
+        "--ip-version = 5; works: 4, 6",
         f"container image {tmp_path}/none.sif is missing",
         "'models' is not /HOST:/CONTAINER",
         "a container cannot mount /a:b",
