@@ -28,7 +28,7 @@ TRAIN = [
     "tensorboard>=2.20",
     "psutil>=6",
 ]
-DEV = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.150", "ruff>=0.14"]
+DEV = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.150", "jsonschema>=4.20", "ruff>=0.14"]
 
 setup(
     name="trt_rl",
@@ -37,7 +37,8 @@ setup(
     long_description=Path("README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["trt_rl", "trt_rl.*"]),
+    packages=find_packages(include=["trt_rl", "trt_rl.*", "launch", "launch.*"]),
+    package_data={"launch": ["slurm/*.sbatch"]},
     python_requires=">=3.11,<3.13",
     install_requires=BASE,
     extras_require={

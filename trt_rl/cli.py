@@ -1,4 +1,4 @@
-"""The command line: `trt-rl train | plan | export | bench | doctor`."""
+"""The command line: `trt-rl train | plan | export | bench | doctor | launch`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import trt_rl
+from launch.cli import app as launch
 from trt_rl import doctor, plan
 from trt_rl.config import dump_recipe, load_recipe
 from trt_rl.errors import RecipeError, TrtRlError
@@ -38,6 +39,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="continue from the latest checkpoint in run.folder")] = False,
     overwrite: Annotated[bool, typer.Option(help="replace the run that run.folder holds")] = False,
+    resume_or_start: Annotated[bool, typer.Option(help="continue from the latest checkpoint; start if there is none yet")] = False,
     dry_run: Annotated[bool, typer.Option(help="check everything, write the resolved recipe, start nothing")] = False,
 ) -> None:
     """Train a recipe."""
@@ -55,7 +57,7 @@ def train(
             return
         from trt_rl.train import train as run  # imports torch and Ray, which a dry run does without
 
-        summary = run(resolved, resume=resume, overwrite=overwrite)
+        summary = run(resolved, resume=resume, overwrite=overwrite, resume_or_start=resume_or_start)
     except TrtRlError as error:
         console.print(f"{type(error).__name__}: {error}")
         raise typer.Exit(2) from None
@@ -124,6 +126,7 @@ def export_command(
 
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of the stack.")
 app.add_typer(bench, name="bench")
+app.add_typer(launch, name="launch")
 
 
 @bench.command("refit")

@@ -104,6 +104,17 @@ class Places:
                 found.append(_alone(recipe, replica, engine.tp, bool(gpu)))
         return cls(trainer, share, tuple(found))
 
+    def summary(self) -> str:
+        """Which ranks live on which Ray node."""
+        trainer, engines = self.numbered()
+        nodes = list(dict.fromkeys((*self.trainer.nodes, *(node for place in self.engines for node in place.nodes))))
+        lines = []
+        for i, node in enumerate(nodes):
+            of = {kind: [r for r, n in enumerate(at) if n == i] for kind, at in (("trainer", trainer), ("engine", engines))}
+            held = [f"{kind} ranks {', '.join(map(str, ranks))}" for kind, ranks in of.items() if ranks]
+            lines.append(f"node {node[:12]}: {'; '.join(held)}")
+        return "\n".join(lines)
+
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Of the Ray actor of a trainer rank."""
         return {"num_cpus": 1, "num_gpus": self.trainer_gpus, "scheduling_strategy": self.trainer.strategy(rank)}

@@ -54,7 +54,7 @@ class Run:
     The first SIGINT or SIGTERM ends the run after the step in progress, with a checkpoint; the second at once.
     """
 
-    def __init__(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
+    def __init__(self, recipe: Recipe, resume: bool, overwrite: bool, resume_or_start: bool = False) -> None:
         self.recipe, self.folder = recipe, recipe.folder
         self.arch = plan.check(recipe)
         self.step = 0
@@ -64,8 +64,10 @@ class Run:
         self.input_scales: dict[str, float] = {}
         self.ready = False  # nothing is worth saving before every process is up
         self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
-        self.checkpoint = self._find_checkpoint() if resume else None
-        self.overwrite = overwrite
+        self.checkpoint = self._find_checkpoint(required=not resume_or_start) if resume or resume_or_start else None
+        # A job that was put back into the queue before its first checkpoint begins anew; a finished run is never replaced so.
+        unfinished = resume_or_start and not (self.folder / "summary.json").exists()
+        self.overwrite = overwrite or unfinished
         self._refuse_held_folder()
         self.started = time.perf_counter()
         span.reset()
@@ -163,9 +165,11 @@ class Run:
             except ConnectionError as error:
                 raise RecipeError(f"no Ray cluster answers at RAY_ADDRESS = {os.environ.get('RAY_ADDRESS')}: {error}") from error
             self._own_ray = True
+            signal.signal(signal.SIGTERM, self._interrupt)  # ray.init puts its own in place, which ends the process at once
         self._check_resources(layout.world + (0 if recipe.rollout.colocated else engine.world), 2 if recipe.rollout.colocated else 1)
         self.rewards = RewardPool(recipe.reward)
         self.places = Places.reserve(recipe)
+        console.print(self.places.summary())
         self.trainer = TrainerGroup.start(recipe, self.places)
         self.pool = RolloutPool.start(recipe, self.places)
         if recipe.rollout.colocated:  # engines measure free memory while they start: the trainer's is taken by then
@@ -371,8 +375,10 @@ class Run:
         for old in complete[: -self.recipe.run.keep_checkpoints]:
             shutil.rmtree(old)
 
-    def _find_checkpoint(self) -> Path:
+    def _find_checkpoint(self, required: bool) -> Path | None:
         found = sorted(p for p in self.folder.glob("checkpoints/step_*/state.json") if p.parent.suffix != ".partial")
+        if not found and not required:
+            return None
         if not found:
             raise CheckpointError(f"--resume: {self.folder}/checkpoints holds no complete checkpoint; start without --resume")
         folder = found[-1].parent

@@ -10,13 +10,13 @@ from trt_rl.run import Run
 from trt_rl.samples import correct, sampling_metrics, training_batch
 
 
-def train(recipe: Recipe, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+def train(recipe: Recipe, resume: bool = False, overwrite: bool = False, resume_or_start: bool = False) -> dict[str, Any]:
     """Run `recipe` to its end, or until the first interrupt, and return the summary.
 
     Raises:
         TrtRlError: anything the user can mend; the message says how.
     """
-    with Run(recipe, resume, overwrite) as run:
+    with Run(recipe, resume, overwrite, resume_or_start) as run:
         run.refit()
         run.validate_at_start()
 

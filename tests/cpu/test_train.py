@@ -229,6 +229,24 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tiny, tmp_path):
     assert "tp: 2 then, 1 now" in layout.finish(code=2)
 
 
+def test_sigterm_saves_and_a_job_put_back_into_the_queue_continues(tmp_path):
+    folder = tmp_path / "queued"
+    (folder / "checkpoints/step_000001.partial").mkdir(parents=True)  # an attempt that ended before its first checkpoint
+    (folder / "metrics.jsonl").write_text("{}\n")
+    first = Cli(folder, "run.steps=500", "--resume-or-start")
+    first.wait_for("step 1/500")
+    first.process.terminate()
+    text = first.finish(code=130)
+    assert "finishing this step" in text and "resumed from" not in text and "Traceback" not in text and not first.left_behind()
+    steps = first.summary()["steps"] + 1
+    again = Cli(folder, f"run.steps={steps}", "--resume-or-start")
+    assert f"step {steps - 1}, weight version" in again.finish()
+    assert again.summary()["steps"] == steps and list(again.metrics()) == list(range(1, steps + 1))
+    shutil.rmtree(folder / "checkpoints")
+    refused = Cli(folder, "--resume-or-start")
+    assert "already holds a run (metrics.jsonl, summary.json)" in refused.finish(code=2), "a finished run is never replaced"
+
+
 def test_a_dead_trainer_rank_is_named_and_the_run_ends(tmp_path):
     cli = Cli(tmp_path / "dead", "run.steps=500")
     cli.wait_for("step 1/500")
