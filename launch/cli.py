@@ -18,15 +18,15 @@ from launch.hosts import FIRST_PORT, Host, LaunchError
 from launch.slurm import SlurmJob, submit
 from trt_rl import plan
 from trt_rl.config import Recipe, dump_recipe, load_recipe, parse_recipe
-from trt_rl.errors import RecipeError, TrtRlError
+from trt_rl.errors import TrtRlError
 
 app = typer.Typer(no_args_is_help=True, help="Run a recipe on several machines.")
 console = Console(soft_wrap=True, highlight=False, markup=False)
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="dotted overrides, e.g. trainer.parallel.tp=2")]
-Nodes = Annotated[int, typer.Option(min=1)]
-Gpus = Annotated[int, typer.Option(min=0, help="0 runs on CPUs")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="the recipe's cluster.nodes, or as many as it needs, if left out")]
+Gpus = Annotated[int | None, typer.Option(min=0, help="the recipe's cluster.gpus_per_node if left out; 0 runs on CPUs")]
 Cpus = Annotated[int | None, typer.Option(min=1, help="all of the machine if left out")]
 DryRun = Annotated[bool, typer.Option(help="check everything and print what would be used; write and start nothing")]
 Command = Annotated[str, typer.Option(help="run this on the head instead of `trt-rl train`, e.g. 'python script.py'")]
@@ -43,8 +43,8 @@ _READY, _GRACE = 600.0, 300
 def slurm_command(
     recipe: RecipePath,
     overrides: Overrides = None,
-    nodes: Nodes = 1,
-    gpus_per_node: Gpus = 8,
+    nodes: Nodes = None,
+    gpus_per_node: Gpus = None,
     cpus_per_node: Cpus = None,
     job_name: Annotated[str, typer.Option(help="the recipe's name if left out")] = "",
     time: Annotated[str, typer.Option(help="limit as Slurm writes it, e.g. 4:00:00")] = "",
@@ -68,12 +68,12 @@ def slurm_command(
 ) -> None:
     """Write the sbatch script of a run, and submit it with --submit."""
     try:
-        resolved = _checked(recipe, overrides, nodes, gpus_per_node, cpus_per_node, command)
+        resolved = _sized(recipe, overrides, nodes, gpus_per_node)
         box = Container(container, image, tuple(mount or ()))
         job = SlurmJob(
             name=job_name or resolved.name,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
+            nodes=resolved.cluster.nodes,
+            gpus_per_node=resolved.cluster.gpus_per_node,
             cpus_per_node=cpus_per_node,
             launch_folder=Path.cwd() / resolved.folder / "launch",
             workdir=Path.cwd(),
@@ -93,7 +93,7 @@ def slurm_command(
             ip_version=ip_version,
             object_store_bytes=object_store_memory,
         )
-        script = job.render()
+        script = job.render(_refused(resolved, cpus_per_node, command))
         if dry_run:
             print(script)
             return
@@ -112,7 +112,7 @@ def ssh_command(
     recipe: RecipePath,
     hosts: Annotated[str, typer.Option(help="a,b or a=10.0.0.1,b=10.0.0.2; the first is the head. Names are given to ssh")],
     overrides: Overrides = None,
-    gpus_per_node: Gpus = 8,
+    gpus_per_node: Gpus = None,
     cpus_per_node: Cpus = None,
     ssh_command: Annotated[str, typer.Option("--ssh", help="how to reach a host, e.g. 'ssh -p 2222 -l me'")] = ssh.DEFAULT,
     python: Python = "",
@@ -127,13 +127,15 @@ def ssh_command(
     """Run on hosts that ssh reaches, which share this folder and the run's. Ends with the run's exit code."""
     try:
         machines = Host.parse(hosts)
-        resolved = _checked(recipe, overrides, len(machines), gpus_per_node, cpus_per_node, command)
+        resolved = _sized(recipe, overrides, len(machines), gpus_per_node)
+        if found := _refused(resolved, cpus_per_node, command):
+            raise LaunchError.of("the run cannot be launched", found)
         folder = Path.cwd() / resolved.folder / "launch"
         interpreter = python or sys.executable
         train = (interpreter, "-m", "trt_rl.cli", "train", str(folder / "recipe.yaml"), "--resume-or-start")
         job = ssh.SshJob(
             hosts=machines,
-            gpus_per_node=gpus_per_node,
+            gpus_per_node=resolved.cluster.gpus_per_node,
             cpus_per_node=cpus_per_node,
             launch_folder=folder,
             workdir=Path.cwd(),
@@ -162,8 +164,8 @@ def kuberay_command(
     recipe: RecipePath,
     overrides: Overrides = None,
     image: Annotated[str, typer.Option(help="container image with trt_rl")] = "",
-    nodes: Nodes = 1,
-    gpus_per_node: Gpus = 8,
+    nodes: Nodes = None,
+    gpus_per_node: Gpus = None,
     cpus_per_node: Annotated[int, typer.Option(min=1, help="CPUs to request for each pod")] = 32,
     memory: Annotated[str, typer.Option(help="memory to request for each pod")] = "512Gi",
     shared_memory: Annotated[str, typer.Option(help="size of /dev/shm of each pod")] = "64Gi",
@@ -176,15 +178,14 @@ def kuberay_command(
 ) -> None:
     """Print a KubeRay RayJob (kubectl apply -f)."""
     try:
-        resolved = load_recipe(recipe, overrides)
-        short = needs.shortage(resolved, nodes, gpus_per_node, cpus_per_node)
+        resolved = _sized(recipe, overrides, nodes, gpus_per_node)
         job = k8s.RayJob(
             name=name or resolved.name,
             namespace=namespace,
             image=image,
             recipe=dump_recipe(resolved),
-            nodes=nodes,
-            gpus=gpus_per_node,
+            nodes=resolved.cluster.nodes,
+            gpus=resolved.cluster.gpus_per_node,
             cpus=cpus_per_node,
             memory=memory,
             shared_memory=shared_memory,
@@ -193,7 +194,7 @@ def kuberay_command(
             retries=retries,
             folders={"run.folder": str(resolved.folder), "model.path": resolved.model.path},
         )
-        text = job.render(short)
+        text = job.render(needs.shortage(resolved, cpus_per_node))  # the model is on the cluster's volume, not here
         if output:
             try:
                 output.write_text(text)
@@ -205,23 +206,23 @@ def kuberay_command(
         _refuse(error)
 
 
-def _checked(path: Path, overrides: list[str] | None, nodes: int, gpus: int, cpus: int | None, command: str) -> Recipe:
-    """The recipe, after one error that lists what the plan and the number of machines speak against."""
+def _sized(path: Path, overrides: list[str] | None, nodes: int | None, gpus: int | None) -> Recipe:
+    """The recipe with the cluster that the options name."""
     recipe = load_recipe(path, overrides)
+    cluster = recipe.cluster
+    size = {"nodes": nodes or cluster.nodes, "gpus_per_node": cluster.gpus_per_node if gpus is None else gpus}
+    if not size["nodes"]:
+        size["nodes"] = needs.nodes(recipe, size["gpus_per_node"])
+    return recipe.model_copy(update={"cluster": cluster.model_copy(update=size)})
+
+
+def _refused(recipe: Recipe, cpus: int | None, command: str) -> list[str]:
+    """Everything that the plan says against the recipe there; with another command than `trt-rl train`, nothing."""
     if command:
-        return recipe  # another program: only the run's folder and the model are taken from the recipe
-    short, refused = needs.shortage(recipe, nodes, gpus, cpus), ""
-    try:
-        plan.check(recipe)
-    except RecipeError as error:
-        refused = str(error)
-    if refused and short:
-        raise LaunchError(refused + "\n" + "\n".join(f"  - {line}" for line in short))
-    if refused:
-        raise RecipeError(refused)
-    if short:
-        raise LaunchError.of("the job cannot be launched", short)
-    return recipe
+        return []
+    if recipe.cluster.gpus_per_node:
+        return plan.make_plan(recipe).violations
+    return [*plan.violations(recipe), *needs.shortage(recipe, cpus)]
 
 
 def _model_paths(recipe: Recipe, command: str) -> tuple[str, ...]:

@@ -27,5 +27,6 @@ if [ "${1:-}" = "--slurm" ]; then
     echo "== pytest tests/slurm $*"
     exec .venv/bin/python -m pytest tests/slurm "$@"
 fi
-echo "== pytest tests/cpu tests/contracts $*"
-exec .venv/bin/python -m pytest tests/cpu tests/contracts "$@"
+echo "== pytest tests/cpu tests/contracts tests/slurm $*"
+bash tests/slurm/setup.sh || echo "== tests/slurm will be skipped, for the reason above" >&2
+exec .venv/bin/python -m pytest tests/cpu tests/contracts tests/slurm "$@"

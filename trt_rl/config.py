@@ -233,7 +233,8 @@ class ClusterSettings(Section):
 
     nodes: Positive | None = None
     """As many as the layouts need, if left out."""
-    gpus_per_node: Positive = 8
+    gpus_per_node: Count = 8
+    """0 runs on CPUs."""
     gpu: Literal["a100", "h100", "h200", "b200", "gb200"] = "h200"
 
 

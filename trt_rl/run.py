@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -66,8 +67,8 @@ class Run:
         self.summary: dict[str, Any] = {"seconds": 0.0, "refit_bytes": 0, "reward_failures": 0}
         self.checkpoint = self._find_checkpoint(required=not resume_or_start) if resume or resume_or_start else None
         # A job that was put back into the queue before its first checkpoint begins anew; a finished run is never replaced so.
-        unfinished = resume_or_start and not (self.folder / "summary.json").exists()
-        self.overwrite = overwrite or unfinished
+        self.unfinished = resume_or_start and not (self.folder / "summary.json").exists()
+        self.overwrite = overwrite or self.unfinished
         self._refuse_held_folder()
         self.started = time.perf_counter()
         span.reset()
@@ -117,11 +118,18 @@ class Run:
             )
 
     def _claim_folder(self) -> None:
-        """Make the folder ours; of an earlier run there, only what runs write is removed."""
+        """Make the folder ours; of an earlier run there, only what runs write is removed. What a run wrote that ended before
+        its first checkpoint is moved aside."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in [self.folder / name for name in _OURS] if self.checkpoint is None else []:
-                if path.exists():
+            found = [path for name in _OURS if (path := self.folder / name).exists()] if self.checkpoint is None else []
+            if found and self.unfinished:
+                aside = next(path for n in itertools.count(1) if not (path := self.folder / f"unfinished_{n}").exists())
+                aside.mkdir()
+                for path in found:
+                    path.rename(aside / path.name)
+            elif found:
+                for path in found:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe))
         except OSError as error:

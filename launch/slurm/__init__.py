@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -78,11 +79,15 @@ class SlurmJob:
             found.append(f"--first-port = {self.first_port}: ports lie between 1024 and 32768; use e.g. {FIRST_PORT}")
         return found
 
-    def render(self) -> str:
-        """Raises:
-        LaunchError: lists everything that cannot work.
+    def render(self, refused: Sequence[str] = ()) -> str:
         """
-        if found := self.problems():
+        Args:
+            refused: what the plan says against the run.
+
+        Raises:
+            LaunchError: lists everything that cannot work.
+        """
+        if found := [*refused, *self.problems()]:
             raise LaunchError.of("the job cannot be launched", found)
         recipe = '"$launch_folder/recipe$replica.yaml"'
         driver = _words(self.driver) if self.driver else f'"$python" -m trt_rl.cli train {recipe} --resume-or-start'

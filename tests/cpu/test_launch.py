@@ -198,10 +198,22 @@ def test_too_few_machines_and_the_plan_speak_in_one_error(tmp_path):
     done = cli("slurm", str(QUICKSTART), "--nodes=1", "--gpus-per-node=2", "trainer.parallel.tp=3", f"run.folder={tmp_path}")
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     assert "trainer.parallel.tp = 3 does not divide" in done.stdout
-    assert "--nodes 1 * --gpus-per-node 2 = 2 GPUs, the recipe needs 4" in done.stdout and "use --nodes 2" in done.stdout
-    shared = load_recipe(QUICKSTART, ["rollout.colocated=true", "rollout.engine=vllm", "rollout.parallel.tp=2"])
-    assert needs.ranks(shared) == 2 and not needs.shortage(shared, 1, 2, None)
-    assert "= 3 CPUs, the recipe needs 4" in needs.shortage(shared, 1, 0, 3)[0]
+    few = cli("slurm", str(QUICKSTART), "--nodes=1", "--gpus-per-node=2", "--container=podman", f"run.folder={tmp_path}")
+    assert few.returncode == 2 and "2 nodes of 2, but cluster.nodes (--nodes of a launch) = 1, 2 GPUs; set cluster.nodes = 2" in few.stdout
+    assert "'podman' is not known" in few.stdout, "what is wrong with the launch comes in the same error"
+
+    def shared(**cluster):
+        recipe = load_recipe(QUICKSTART, ["rollout.colocated=true", "rollout.engine=vllm", "rollout.parallel.tp=2"])
+        return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=cluster)})
+
+    assert needs.nodes(shared(), 2) == 1 and not needs.shortage(shared(nodes=1, gpus_per_node=2), None)
+    assert "= 3 CPUs, the recipe needs 4" in needs.shortage(shared(nodes=1, gpus_per_node=0), 3)[0]
+
+
+def test_nodes_are_the_recipes_if_nothing_else_is_said(tmp_path):
+    shape = f"model.path={ROOT}/examples/shapes/qwen3-30b-a3b"
+    done = cli("slurm", str(ROOT / "examples/dapo_qwen3_30b_a3b_fp8/recipe.yaml"), shape, f"run.folder={tmp_path}", "--dry-run")
+    assert "#SBATCH --nodes=2\n" in done.stdout and "#SBATCH --gpus-per-node=8\n" in done.stdout, done.stdout
 
 
 def test_without_slurm_the_script_is_still_written(tmp_path):

@@ -50,7 +50,7 @@ def cluster_violations(recipe: Recipe, seating: Seating) -> Iterator[str]:
         have = cluster.nodes * cluster.gpus_per_node
         yield (
             f"trainer.parallel takes {len(seating.trainer)} GPUs and rollout {len(seating.engine)}{' of the same' if rollout.colocated else ''}: "
-            f"{seating.nodes} nodes of {cluster.gpus_per_node}, but cluster.nodes = {cluster.nodes} ({have} GPUs); "
+            f"{seating.nodes} nodes of {cluster.gpus_per_node}, but cluster.nodes (--nodes of a launch) = {cluster.nodes}, {have} GPUs; "
             f"set cluster.nodes = {seating.nodes}, or lower trainer.parallel.dp or rollout.replicas"
         )
     able = CAPABILITIES[rollout.engine]

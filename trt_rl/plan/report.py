@@ -52,7 +52,8 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     if found:
         return plan
     plan.parameters["trainer_rank_of_stage"] = [asdict(c) | {"total": c.total} for c in of_stages(arch, layout)]
-    seating = Seating.of(layout, engine, recipe.cluster.gpus_per_node, recipe.rollout.colocated)
+    on_gpu = recipe.cluster.gpus_per_node > 0
+    seating = Seating.of(layout, engine, recipe.cluster.gpus_per_node or layout.world + engine.world, recipe.rollout.colocated)
     crossing = seating.crossing(layout, engine)
     plan.cluster = {
         "gpu": recipe.cluster.gpu,
@@ -62,7 +63,10 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
         "ranks_by_node": seating.by_node(),
         "groups_crossing_nodes": crossing,
     }
-    plan.violations += cluster_violations(recipe, seating)
+    if on_gpu:
+        plan.violations += cluster_violations(recipe, seating)
+    else:
+        plan.notes.append("cluster.gpus_per_node = 0 runs on CPUs; memory and time below are those of a GPU")
     table = PrecisionTable.build(arch, recipe.refit.policy())
     speeds = speeds or Speeds(gpu.nvlink_gb_s * LINK_SHARE, gpu.network_gb_s * NETWORK_SHARE)
     traffic = moved(recipe, arch, table, seating, speeds)
@@ -74,7 +78,8 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     beside = worst.resident if recipe.rollout.colocated else 0.0
     served = engine_rank(recipe, arch, table, gpu.memory_gib, beside, slot)
     plan.memory_gib = _memory(recipe, gpu.memory_gib, stages, worst, served)
-    plan.violations += memory_violations(recipe, arch, gpu.memory_gib, worst, served, slot)
+    if on_gpu:
+        plan.violations += memory_violations(recipe, arch, gpu.memory_gib, worst, served, slot)
     plan.notes += _notes(recipe, crossing, served)
     plan.projection = project(recipe, arch, gpu, rates or Rates(), served, plan.refit["predicted_s"], "engine tp" not in crossing)
     return plan
