@@ -5,7 +5,7 @@
 #   sudo bash docker/build_local.sh [--tests 'tests/cpu -k route'] [--keep] [-- BUILDAH ARGUMENTS]
 #
 # --tests also builds the stage `test` with these arguments of pytest. --keep leaves the work folder, to be used again.
-# WORK     where it happens, 10 GB at the peak                (a new folder in /tmp)
+# WORK     where it happens: 6 GB, with --tests 12             (a new folder in /tmp)
 # MIRROR   of Debian                                          (http://deb.debian.org/debian)
 # WHEELS   folder of wheels that pip shall find, e.g. torch   (none)
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT, TORCH_INDEX reach pip inside the build and are not in the image.
