@@ -166,12 +166,14 @@ class Run:
         console.print(f"engine: {recipe.rollout.engine} x {recipe.rollout.replicas}; {table.summary()}")
         if not ray.is_initialized():
             scrub_mpi_variables()
-            # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks.
-            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": 2 * layout.world + engine.world, "include_dashboard": False}
+            # Without RAY_ADDRESS this starts a private cluster on this machine, large enough for what the recipe asks,
+            # whatever other cluster runs here; RAY_ADDRESS=auto joins that one.
+            address = os.environ.get("RAY_ADDRESS") or "local"
+            own = {"num_cpus": 2 * layout.world + engine.world, "include_dashboard": False} if address == "local" else {}
             try:
-                ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **local)
+                ray.init(address, log_to_driver=False, logging_level="error", configure_logging=False, **own)
             except ConnectionError as error:
-                raise RecipeError(f"no Ray cluster answers at RAY_ADDRESS = {os.environ.get('RAY_ADDRESS')}: {error}") from error
+                raise RecipeError(f"no Ray cluster answers at RAY_ADDRESS = {address}: {error}") from error
             self._own_ray = True
             signal.signal(signal.SIGTERM, self._interrupt)  # ray.init puts its own in place, which ends the process at once
         self._check_resources(layout.world + (0 if recipe.rollout.colocated else engine.world), 2 if recipe.rollout.colocated else 1)
