@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.contracts.test_training import finished
+from tests.cpu.test_launch import same_as_snapshot
 from tests.support.models import write_model
 from tests.support.trtllm import environment
 from trt_rl.config import load_recipe
@@ -77,6 +81,29 @@ def test_recipes_fit_the_cluster_that_they_name(name):
         assert algo.dynamic_sampling.enabled and algo.overlong.enabled and recipe.correct_importance and recipe.refit.format == "fp8_block"
     text = (ROOT / f"examples/{name}/README.md").read_text()
     assert f"trt-rl plan examples/{name}/recipe.yaml" in text and "launch/docker_run.sh" in text and "trt-rl launch slurm" in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_commands_of_a_recipe(name, tmp_path):
+    """As its README gives them, up to where the sbatch script is the same for all."""
+    arguments = [f"examples/{name}/recipe.yaml", f"model.path=examples/shapes/{RECIPES[name]}"]
+    docker = said("bash", "launch/docker_run.sh", "--dry-run", "train", *arguments)
+    slurm = said(sys.executable, "-m", "trt_rl.cli", "launch", "slurm", *arguments, "--dry-run")
+    script = slurm[: slurm.index("# What this script needs of Slurm")]
+    settings = [line for line in script.splitlines() if line.startswith("#SBATCH") or re.match(r"[a-z_]+=", line)]
+    same_as_snapshot(f"{name}.txt", "\n".join([docker.strip(), *settings]) + "\n")
+
+
+def said(*command: str) -> str:
+    """Standard output, with this machine's names taken out."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    user = f"--user {os.getuid()}:{os.getgid()}"
+    return (
+        done.stdout.replace(user, "--user UID:GID")
+        .replace(str(ROOT), "/ROOT")
+        .replace(sys.executable.replace(str(ROOT), "/ROOT"), "PYTHON")
+    )
 
 
 @pytest.fixture(scope="module")
