@@ -44,6 +44,12 @@ class TrainerMemory:
         return self.weights + self.gradients + self.optimizer + self.refit_buffers + self.overhead
 
     @property
+    def at_start(self) -> float:
+        """What is there when an engine starts on the same GPU: of the optimizer the master copy only, Adam's moments come
+        with the first update."""
+        return self.resident - self.optimizer * 2 / 3
+
+    @property
     def total(self) -> float:
         return sum(getattr(self, field.name) for field in fields(self))
 
@@ -131,7 +137,7 @@ def _layer_bytes(arch: Arch, layout: Layout, megatron: dict[str, Any], width: in
 
 
 def engine_rank(recipe: Recipe, arch: Arch, table: PrecisionTable, memory_gib: float, beside: float, slot_bytes: int) -> EngineMemory:
-    """Of a rank of an engine on a GPU of which `beside` GiB belong to a trainer."""
+    """Of a rank of an engine that starts on a GPU of which a trainer holds `beside` GiB."""
     rollout, engine = recipe.rollout, recipe.rollout.layout()
     weights = engine_bytes(arch, table, engine) / GIB
     options, buffers = getattr(rollout, rollout.engine), 2 * slot_bytes / GIB
@@ -175,12 +181,23 @@ def violations(recipe: Recipe, arch: Arch, memory_gib: float, worst: TrainerMemo
             + (f" or rollout.{rollout.engine}.{key}" if key else "")
         )
     elif engine.total > room:
-        share = (
-            f"rollout.{rollout.engine}.{key} of at most {max(0.0, (room - engine.refit_buffers) / memory_gib - 0.005):.2f}"
-            if key
-            else "a smaller rollout.hf.max_batch"
-        )
-        yield f"an engine rank takes {engine.total:.1f} GiB where {room:.1f} are free{' beside the trainer' if colocated else ''}; use {share}"
+        where = " beside the trainer" if colocated else ""
+        yield f"an engine rank takes {engine.total:.1f} GiB where {room:.1f} are free{where}; use {_smaller(recipe, engine, memory_gib, room)}"
+
+
+def _smaller(recipe: Recipe, engine: EngineMemory, memory_gib: float, room: float) -> str:
+    """The option that makes the engine fit `room`."""
+    fits = room - engine.refit_buffers
+    if recipe.rollout.engine == "trtllm":
+        asked = recipe.rollout.trtllm.get("kv_cache_config", {}).get("free_gpu_memory_fraction", 0.9)
+        share = asked * (engine.kv_cache - (engine.total - room)) / engine.kv_cache
+        return f"rollout.trtllm.kv_cache_config.free_gpu_memory_fraction of at most {max(0.0, share - 0.005):.2f}"
+    key = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}.get(recipe.rollout.engine)
+    return (
+        f"rollout.{recipe.rollout.engine}.{key} of at most {max(0.0, fits / memory_gib - 0.005):.2f}"
+        if key
+        else "a smaller rollout.hf.max_batch"
+    )
 
 
 def _fitting(recipe: Recipe, arch: Arch, memory_gib: float, slot_bytes: int) -> list[str]:

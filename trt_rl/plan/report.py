@@ -75,7 +75,7 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
 
     stages = trainer_stages(recipe, arch, slot)
     worst = max(stages, key=lambda stage: stage.total)
-    beside = worst.resident if recipe.rollout.colocated else 0.0
+    beside = worst.at_start if recipe.rollout.colocated else 0.0
     served = engine_rank(recipe, arch, table, gpu.memory_gib, beside, slot)
     plan.memory_gib = _memory(recipe, gpu.memory_gib, stages, worst, served)
     if on_gpu:
