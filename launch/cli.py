@@ -77,7 +77,7 @@ def slurm_command(
             cpus_per_node=cpus_per_node,
             launch_folder=Path.cwd() / resolved.folder / "launch",
             workdir=Path.cwd(),
-            driver=tuple(shlex.split(command)) or None,
+            driver=_words(command, "--command") or None,
             python=python or ("python" if container != "none" else sys.executable),
             paths=_model_paths(resolved, command),
             time=time,
@@ -139,7 +139,7 @@ def ssh_command(
             cpus_per_node=cpus_per_node,
             launch_folder=folder,
             workdir=Path.cwd(),
-            driver=tuple(shlex.split(command)) or train,
+            driver=_words(command, "--command") or train,
             python=interpreter,
             paths=_model_paths(resolved, command),
             environment=tuple(env or ()),
@@ -147,7 +147,7 @@ def ssh_command(
             first_port=first_port,
             ip_version=ip_version,
             object_store_bytes=object_store_memory,
-            ssh=tuple(shlex.split(ssh_command)),
+            ssh=_words(ssh_command, "--ssh"),
         )
         if dry_run:
             print("\n".join(shlex.join(line) for line in job.commands()))
@@ -180,7 +180,7 @@ def kuberay_command(
     try:
         resolved = _sized(recipe, overrides, nodes, gpus_per_node)
         job = k8s.RayJob(
-            name=name or resolved.name,
+            name=name or k8s.name_from(resolved.name),
             namespace=namespace,
             image=image,
             recipe=dump_recipe(resolved),
@@ -194,7 +194,8 @@ def kuberay_command(
             retries=retries,
             folders={"run.folder": str(resolved.folder), "model.path": resolved.model.path},
         )
-        text = job.render(needs.shortage(resolved, cpus_per_node))  # the model is on the cluster's volume, not here
+        refused = [*plan.recipe_violations(resolved), *needs.shortage(resolved, cpus_per_node)]  # the model is on a volume, not here
+        text = job.render(refused)
         if output:
             try:
                 output.write_text(text)
@@ -204,6 +205,13 @@ def kuberay_command(
             print(text, end="")
     except TrtRlError as error:
         _refuse(error)
+
+
+def _words(text: str, option: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(f"{option} {text!r} is not readable as a shell's words: {error}") from error
 
 
 def _sized(path: Path, overrides: list[str] | None, nodes: int | None, gpus: int | None) -> Recipe:

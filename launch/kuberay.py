@@ -16,6 +16,11 @@ _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|k|m)?")
 _RECIPE = "/etc/trt_rl"
 
 
+def name_from(text: str) -> str:
+    """A name that Kubernetes takes, like `text`."""
+    return re.sub("[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:_LONGEST_NAME].strip("-") or "run"
+
+
 @dataclass(frozen=True)
 class RayJob:
     name: str
@@ -38,7 +43,7 @@ class RayJob:
         if not self.image:
             found.append("--image is needed: a container image with trt_rl, e.g. one built from docker/Dockerfile")
         if not _NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
-            works = re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-0123456789")[:_LONGEST_NAME].strip("-") or "run"
+            works = name_from(self.name)
             found.append(
                 f"--name = {self.name!r}: a letter, then letters, digits, dashes, at most {_LONGEST_NAME}, in lower case; e.g. {works}"
             )
@@ -46,7 +51,11 @@ class RayJob:
             if not _QUANTITY.fullmatch(value):
                 found.append(f"{option} = {value!r} is no Kubernetes quantity; write e.g. 64Gi")
         good = [volume for volume in self.volumes if re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^:]*", volume)]
-        found += [f"--volume {volume!r} is not CLAIM:/PATH" for volume in self.volumes if volume not in good]
+        found += [
+            f"--volume {volume!r}: the name of a claim in lower case, a colon, an absolute path; e.g. shared:/data"
+            for volume in self.volumes
+            if volume not in good
+        ]
         for pair in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", pair, re.DOTALL):
                 found.append(f"--env {pair!r} is not NAME=VALUE")

@@ -73,14 +73,18 @@ def train(
 def plan_command(
     recipe: RecipePath,
     overrides: Overrides = None,
-    inside_gb_s: Annotated[float | None, typer.Option(help="GB/s between GPUs of a node; by default of cluster.gpu")] = None,
-    between_gb_s: Annotated[float | None, typer.Option(help="GB/s between nodes; by default of cluster.gpu")] = None,
-    mfu: Annotated[float, typer.Option(help="share of the BF16 peak that training reaches; 0: 0.40 dense, 0.25 MoE")] = Rates.mfu,
-    decode: Annotated[float, typer.Option(help="share of memory bandwidth that decoding reaches")] = Rates.decode,
-    prompt_share: Annotated[float, typer.Option(help="mean prompt over data.max_prompt_tokens")] = Rates.prompt_share,
-    response_share: Annotated[float, typer.Option(help="mean response over rollout.sampling.max_tokens")] = Rates.response_share,
+    inside_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between GPUs of a node; by default of cluster.gpu")] = None,
+    between_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between nodes; by default of cluster.gpu")] = None,
+    mfu: Annotated[
+        float, typer.Option(min=0, max=1, help="share of the BF16 peak that training reaches; 0: 0.40 dense, 0.25 MoE")
+    ] = Rates.mfu,
+    decode: Annotated[float, typer.Option(min=0.01, max=1, help="share of memory bandwidth that decoding reaches")] = Rates.decode,
+    prompt_share: Annotated[float, typer.Option(min=0.01, max=1, help="mean prompt over data.max_prompt_tokens")] = Rates.prompt_share,
+    response_share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="mean response over rollout.sampling.max_tokens")
+    ] = Rates.response_share,
     oversampling: Annotated[
-        float, typer.Option(help="samples generated for each one trained on; 0: 1.5 with dynamic sampling, 1 without")
+        float, typer.Option(min=0, help="samples generated for each one trained on; 0: 1.5 with dynamic sampling, 1 without")
     ] = Rates.oversampling,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:

@@ -465,7 +465,7 @@ def test_a_rayjob_that_cannot_run_is_refused_with_all_reasons():
     odd = replace(KUBE, name="DAPO_8b", image="", memory="lots", volumes=("models",), environment=("x",))
     with pytest.raises(LaunchError) as caught:
         odd.render(["too few"])
-    for part in ("8 problem(s)", "--image is needed", "e.g. dapo-8b", "--memory = 'lots'", "'models' is not CLAIM", "too few",
+    for part in ("8 problem(s)", "--image is needed", "e.g. dapo-8b", "--memory = 'lots'", "'models': the name of a claim", "too few",
                  "'x' is not NAME=VALUE", "run.folder = /runs/dapo is not on a volume"):  # fmt: skip
         assert part in str(caught.value)
     done = cli("kuberay", str(QUICKSTART), "--image=i", "--gpus-per-node=8", "--volume=v:/v", "run.folder=/v/run")

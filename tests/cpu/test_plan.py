@@ -104,7 +104,7 @@ def test_what_stays_in_memory_is_what_an_h200_measured():
         its = recipe(f"qwen3-{size}", rollout={"engine": "vllm", "colocated": True})
         (memory,) = trainer_stages(its, Arch.load(SHAPES / f"qwen3-{size}"), 256 << 20)
         # The allocator keeps what the log-prob pass took: its logits once.
-        resident = memory.at_start + memory.logits / 2 + ASLEEP_GIB
+        resident = memory.at_start("bf16") + memory.logits / 2 + ASLEEP_GIB
         assert resident == pytest.approx(measured, rel=0.10), (size, resident, measured)
 
 
@@ -181,7 +181,7 @@ def test_an_engine_without_room_for_a_sequence():
     plan = make_plan(
         recipe("qwen3-235b-a22b", trainer={"parallel": {"tp": 4, "ep": 64, "etp": 1, "dp": 16}}, rollout={"parallel": {"tp": 1}})
     )
-    assert any("leave no room for one sequence of 4096 tokens" in text for text in plan.violations)
+    assert any("GiB without any KV cache, and 139.8 are free; raise rollout.parallel.tp" in text for text in plan.violations)
 
 
 def test_seats():
@@ -254,7 +254,7 @@ def test_cluster_violations():
     wide = make_plan(
         recipe(trainer={"parallel": {"tp": 8}}, rollout={"engine": "vllm", "parallel": {"tp": 8}}, cluster={"gpus_per_node": 4})
     )
-    assert "keeps a replica on one node of 4 GPUs; works: tp of 1, 2, 4" in "\n".join(wide.violations)
+    assert "keeps a replica on one node, and nodes have 4 GPUs; works: tp of 1, 2, 4" in "\n".join(wide.violations)
     old = make_plan(recipe(trainer={"parallel": {"tp": 8, "dp": 2}}, cluster={"gpu": "a100"}))
     assert "refit.format = fp8_block: cluster.gpu = a100 has no FP8 tensor cores; set bf16" in old.violations
     blocks = make_plan(recipe("qwen3-30b-a3b", rollout={"parallel": {"tp": 4}}, trainer={"parallel": {"ep": 8, "dp": 8}}))
@@ -267,6 +267,93 @@ def test_what_an_engine_does_not_take():
     nucleus = {"engine": "sglang", "validation": {"temperature": 1.0, "top_p": 0.7}}
     (text,) = make_plan(recipe("qwen3-0.6b", rollout=nucleus)).violations
     assert text.startswith("rollout.validation: top_p = 0.7 with top_k = 0: SGLang needs a top_k")
+
+
+def small(engine="vllm", options=None, trainer=None, cluster=None, **sections):
+    rollout = {"engine": engine, engine: options or {}} | sections.pop("rollout", {})
+    return make_plan(recipe("qwen3-1.7b", rollout=rollout, trainer=trainer or {}, cluster=cluster or {}, **sections))
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (
+            lambda: small(refit={"format": "fp8_per_tensor"}),
+            "refit.format = fp8_per_tensor: engine 'vllm' holds bf16, fp8_block; use one of",
+        ),
+        (
+            lambda: make_plan(
+                recipe(
+                    "qwen3-30b-a3b", rollout={"engine": "vllm", "parallel": {"tp": 4, "ep": 2}}, trainer={"parallel": {"ep": 8, "dp": 8}}
+                )
+            ),
+            "rollout.parallel.ep = 2: engine 'vllm' divides experts over all ranks of a replica or over none; works: 1, 4",
+        ),
+        (
+            lambda: small(
+                rollout={"colocated": True, "parallel": {"tp": 2}, "replicas": 3},
+                options={"distributed_executor_backend": "ray"},
+                trainer={"parallel": {"dp": 6}},
+                cluster={"gpus_per_node": 3},
+            ),
+            "rollout.parallel.tp = 2: engine 'vllm' keeps a replica on one node, and nodes have 3 GPUs; works: tp of 1 with",
+        ),
+        (lambda: small(options={"max_model_len": 512}), "rollout.vllm.max_model_len = 512 is shorter than"),
+        (lambda: small("trtllm", {"max_seq_len": 1024}), "use at least 4096"),
+        (lambda: small(options={"gpu_memory_utilization": 0.06}), "rollout.vllm.max_model_len = 40960 (the model's, if left out) needs"),
+        (lambda: small(options={"gpu_memory_utilization": 0.001}), "less than one sequence of 4096 tokens"),
+        (lambda: small(options={"gpu_memory_utilization": "much"}), "rollout.vllm.gpu_memory_utilization = 'much' is not a number"),
+        (lambda: small(trainer={"megatron": {"recompute_granularity": "some"}}), "recompute_granularity = 'some'; works: full, selective"),
+        (lambda: small(trainer={"megatron": {"recompute_num_layers": 0}}), "recompute_num_layers = 0; use a whole number"),
+    ],
+)
+def test_more_that_a_run_would_find_out_later(plan, text):
+    assert text in "\n".join(plan().violations)
+
+
+def test_null_is_an_engines_own_default():
+    for engine, options in (
+        ("vllm", {"max_num_seqs": None, "gpu_memory_utilization": None}),
+        ("trtllm", {"kv_cache_config": None}),
+        ("sglang", {"mem_fraction_static": None, "max_running_requests": None}),
+    ):
+        assert small(engine, options).memory_gib == small(engine).memory_gib
+
+
+def test_what_is_suggested_for_sglang_works():
+    shared = {"colocated": True}
+    (text,) = small("sglang", {"mem_fraction_static": 0.95}, rollout=shared).violations
+    assert small("sglang", {"mem_fraction_static": float(text.rsplit(" ", 1)[1])}, rollout=shared).violations == []
+
+
+def test_a_cache_of_fixed_size():
+    assert small("trtllm", {"kv_cache_config": {"max_tokens": 8192}}).memory_gib["engine"]["sequences"] == 2
+
+
+def test_without_gpus_nothing_is_said_about_them():
+    plan = make_plan(recipe(cluster={"gpus_per_node": 0}))
+    assert plan.violations == [] and not plan.memory_gib and not plan.projection and plan.refit["bytes_sent_by_trainer"] > 0
+
+
+@pytest.mark.parametrize("odd", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_mixtures_with_dense_layers(tmp_path, odd):
+    config = json.loads((SHAPES / "qwen3-30b-a3b/config.json").read_text()) | odd
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = Arch.load(tmp_path)
+    its = recipe(model={"path": str(tmp_path)}, trainer={"parallel": {"ep": 8, "dp": 8, "pp": 2}}, rollout={"engine": "vllm"})
+    plan = make_plan(its)
+    assert not plan.refit["exact"]
+    assert plan.refit["bytes_sent_by_trainer"] == pytest.approx(
+        engine_bytes(arch, PrecisionTable.build(arch, its.refit.policy()), EngineLayout()), rel=0.01
+    )
+
+
+def test_what_stays_bf16_costs_twice_the_bytes():
+    def sent(**refit) -> int:
+        return make_plan(recipe("qwen3-30b-a3b", trainer={"parallel": {"ep": 8, "dp": 8}}, refit=refit)).refit["bytes_sent_by_trainer"]
+
+    assert sent(exclude=["*.mlp.experts.*"]) / sent() == pytest.approx(1.94, abs=0.03)
+    assert sent(bf16_first_layers=24) / sent() == pytest.approx(1.48, abs=0.03)
 
 
 def test_every_gpu_is_known():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
+from typing import Any
 
 from trt_rl.arch import Arch
 from trt_rl.config import OWNED_ENGINE, OWNED_MEGATRON, Recipe
@@ -34,7 +35,7 @@ def cannot_run(found: list[str]) -> str:
 
 def violations(recipe: Recipe) -> Iterator[str]:
     """What is wrong between the recipe and its model, and within the recipe."""
-    yield from _own_violations(recipe)
+    yield from recipe_violations(recipe)
     try:
         arch = Arch.load(recipe.model.path)
         yield from arch.layout_violations(recipe.trainer.parallel.layout())
@@ -54,18 +55,20 @@ def cluster_violations(recipe: Recipe, seating: Seating) -> Iterator[str]:
             f"set cluster.nodes = {seating.nodes}, or lower trainer.parallel.dp or rollout.replicas"
         )
     able = CAPABILITIES[rollout.engine]
-    spans = rollout.engine == "vllm" and rollout.vllm.get("distributed_executor_backend") == "ray"
-    if rollout.parallel.tp > cluster.gpus_per_node and not (able.places_workers or spans):
-        works = [d for d in divisors(rollout.parallel.tp) if d <= cluster.gpus_per_node]
+    spans = rollout.engine == "vllm" and rollout.vllm.get("distributed_executor_backend") == "ray" and not rollout.colocated
+    if "engine tp" in seating.crossing(recipe.trainer.parallel.layout(), rollout.layout()) and not (able.places_workers or spans):
+        works = [d for d in divisors(rollout.parallel.tp) if cluster.gpus_per_node % d == 0]
+        also = "" if rollout.colocated else ", or rollout.vllm.distributed_executor_backend = ray"
         yield (
-            f"rollout.parallel.tp = {rollout.parallel.tp}: engine {rollout.engine!r} keeps a replica on one node of {cluster.gpus_per_node} GPUs; "
-            f"works: tp of {', '.join(map(str, works))} with more replicas, engine trtllm, or rollout.vllm.distributed_executor_backend = ray"
+            f"rollout.parallel.tp = {rollout.parallel.tp}: engine {rollout.engine!r} keeps a replica on one node, and nodes have "
+            f"{cluster.gpus_per_node} GPUs; works: tp of {', '.join(map(str, works))} with more replicas, engine trtllm{also}"
         )
     if recipe.refit.format != "bf16" and not GPUS[cluster.gpu].fp8_tflops:
         yield f"refit.format = {recipe.refit.format}: cluster.gpu = {cluster.gpu} has no FP8 tensor cores; set bf16"
 
 
-def _own_violations(recipe: Recipe):
+def recipe_violations(recipe: Recipe) -> Iterator[str]:
+    """What is wrong within the recipe, whatever its model."""
     rollout, trainer, algo = recipe.rollout, recipe.trainer, recipe.algo
     yield from trainer.parallel.layout().violations()
     samples = rollout.prompts_per_step * rollout.group_size
@@ -99,9 +102,20 @@ def _own_violations(recipe: Recipe):
         yield f"refit.delta = true works with refit.transport gloo or nccl, not {recipe.refit.transport}; turn one of them off"
     for key in trainer.megatron.keys() & OWNED_MEGATRON.keys():
         yield f"trainer.megatron.{key} is set by trt_rl from {OWNED_MEGATRON[key]}; remove it"
+    yield from _recompute_violations(trainer.megatron)
     for engine, owned in OWNED_ENGINE.items():
         for key in getattr(rollout, engine).keys() & owned.keys():
             yield f"rollout.{engine}.{key} is set by trt_rl from {owned[key]}; remove it"
+
+
+def _recompute_violations(megatron: dict[str, Any]) -> Iterator[str]:
+    allowed = {"recompute_granularity": ("full", "selective", None), "recompute_method": ("uniform", "block", None)}
+    for key, values in allowed.items():
+        if megatron.get(key) not in values:
+            yield f"trainer.megatron.{key} = {megatron[key]!r}; works: {', '.join(v for v in values if v)}"
+    layers = megatron.get("recompute_num_layers", 1)
+    if layers is not None and (not isinstance(layers, int) or layers < 1):
+        yield f"trainer.megatron.recompute_num_layers = {layers!r}; use a whole number of layers from 1"
 
 
 def _colocation_violations(recipe: Recipe):
@@ -141,6 +155,24 @@ def _model_violations(recipe: Recipe, arch: Arch):
             f"rollout.parallel.pp = {recipe.rollout.parallel.pp}: engines are cut by tp and ep, across nodes too; set pp = 1 and "
             f"tp = {engine.tp * recipe.rollout.parallel.pp}"
         )
+    if recipe.refit.format not in able.formats:
+        others = ", ".join(name for name, c in CAPABILITIES.items() if recipe.refit.format in c.formats)
+        yield (
+            f"refit.format = {recipe.refit.format}: engine {recipe.rollout.engine!r} holds {', '.join(able.formats)}; "
+            f"use one of these, or an engine that holds it: {others}"
+        )
+    if engine.ep not in (1, engine.tp) and not able.any_ep:
+        yield (
+            f"rollout.parallel.ep = {engine.ep}: engine {recipe.rollout.engine!r} divides experts over all ranks of a replica or over none; "
+            f"works: 1, {engine.tp}"
+        )
+    for key in ("max_model_len", "max_seq_len", "context_length"):
+        limit = getattr(recipe.rollout, recipe.rollout.engine).get(key)
+        if isinstance(limit, int) and limit < longest:
+            yield (
+                f"rollout.{recipe.rollout.engine}.{key} = {limit} is shorter than data.max_prompt_tokens + rollout max_tokens = {longest}; "
+                f"use at least {longest}"
+            )
     if engine.tp > 1 and not able.parallel:
         yield f"rollout.parallel.tp = {engine.tp}: engine {recipe.rollout.engine!r} is one process; set it to 1 and use rollout.replicas"
     try:
@@ -165,7 +197,8 @@ def _fits_buckets(recipe: Recipe, arch: Arch, table: PrecisionTable) -> None:
         RefitError: one row of a tensor does not fit a bucket.
     """
     small = arch.shrunk(recipe.trainer.parallel.pp, lcm(recipe.trainer.parallel.ep, recipe.rollout.parallel.ep))
-    its = {name: table.formats[name] for name in small.hf_shapes()}
+    router = ".mlp.gate.weight"  # of a layer that the model itself may not have as its first with experts
+    its = {n: table.formats.get(n, "bf16" if n.endswith(router) else table.format) for n in small.hf_shapes()}
     route_of(recipe, small, PrecisionTable(table.policy, its, small.hf_shapes()), None)
 
 

@@ -5,14 +5,18 @@ what CUDA, NCCL and the engines' runtimes take is set by hand from the records i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
+from trt_rl.errors import RecipeError
 from trt_rl.layout import Layout
+from trt_rl.plan.checks import recipe_violations
 from trt_rl.plan.counts import RankCount, engine_bytes, of_stages
+from trt_rl.plan.seating import Seating
 from trt_rl.refit.precision import PrecisionTable
 
 GIB = 2**30
@@ -43,11 +47,10 @@ class TrainerMemory:
         """What stays while an engine generates on the same GPU."""
         return self.weights + self.gradients + self.optimizer + self.refit_buffers + self.overhead
 
-    @property
-    def at_start(self) -> float:
-        """What is there when an engine starts on the same GPU: of the optimizer the master copy only, Adam's moments come
-        with the first update."""
-        return self.resident - self.optimizer * 2 / 3
+    def at_start(self, precision: str) -> float:
+        """What is there when an engine starts on the same GPU: of the optimizer the FP32 copy of BF16 weights only, Adam's
+        moments come with the first update."""
+        return self.resident - self.optimizer * (2 / 3 if precision == "bf16" else 1)
 
     @property
     def total(self) -> float:
@@ -131,8 +134,11 @@ def _layer_bytes(arch: Arch, layout: Layout, megatron: dict[str, Any], width: in
         every = megatron.get("recompute_num_layers") or 1
         if megatron.get("recompute_method") == "block":  # the first layers of a stage only
             share = min(1.0, every * layout.pp / arch.layers)
-            return share * width * h + (1 - share) * kept, working + share * kept
+            return share * width * h + (1 - share) * kept, working + kept
         return width * h / every, working + every * kept
+    if modules:  # what is not kept is there again while its layer is at work
+        whole, _ = _layer_bytes(arch, layout, {}, width, moe)
+        working += whole - kept
     return kept, working
 
 
@@ -143,61 +149,101 @@ def engine_rank(recipe: Recipe, arch: Arch, table: PrecisionTable, memory_gib: f
     options, buffers = getattr(rollout, rollout.engine), 2 * slot_bytes / GIB
     per_token = 2 * arch.layers * max(arch.kv_heads // engine.tp, 1) * arch.head_dim * (1 if _fp8_cache(options) else 2)
     if rollout.engine == "vllm":
-        cache = options.get("gpu_memory_utilization", 0.9) * memory_gib - weights - ENGINE_GIB
-    elif rollout.engine == "sglang":
-        cache = options.get("mem_fraction_static", 0.85) * memory_gib - weights
+        cache = number(recipe, "gpu_memory_utilization", 0.9) * memory_gib - weights - ENGINE_GIB
+        cache = min(cache, number(recipe, "kv_cache_memory_bytes", cache * GIB) / GIB)
+    elif rollout.engine == "sglang":  # a share of what is free when it starts
+        cache = number(recipe, "mem_fraction_static", 0.85) * (memory_gib - beside) - weights
+        cache = min(cache, number(recipe, "max_total_tokens", cache * GIB / per_token) * per_token / GIB)
     elif rollout.engine == "trtllm":
-        share = options.get("kv_cache_config", {}).get("free_gpu_memory_fraction", 0.9)
-        cache = share * (memory_gib - beside - weights - ENGINE_GIB - buffers)
+        free = memory_gib - beside - weights - ENGINE_GIB - buffers
+        cache = number(recipe, "kv_cache_config.free_gpu_memory_fraction", 0.9) * free
+        cache = min(cache, number(recipe, "kv_cache_config.max_tokens", cache * GIB / per_token) * per_token / GIB)
     else:  # the embedded engine's cache grows with its batch
-        cache = options.get("max_batch", 64) * longest_sample(recipe) * per_token / GIB
+        cache = number(recipe, "max_batch", 64) * longest_sample(recipe) * per_token / GIB
     sequences = int(max(cache, 0) * GIB // (per_token * longest_sample(recipe)))
     return EngineMemory(weights, max(cache, 0.0), buffers, ENGINE_GIB, per_token, sequences)
 
 
+def number(recipe: Recipe, key: str, default: float) -> float:
+    """An option of the recipe's engine; null is its default.
+
+    Raises:
+        RecipeError: it is no number.
+    """
+    engine, value = recipe.rollout.engine, getattr(recipe.rollout, recipe.rollout.engine)
+    for part in key.split("."):
+        value = (value or {}).get(part)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RecipeError(f"rollout.{engine}.{key} = {value!r} is not a number; leave it out for the engine's own")
+    return value
+
+
 def _fp8_cache(options: dict[str, Any]) -> bool:
-    asked = options.get("kv_cache_dtype") or options.get("kv_cache_config", {}).get("dtype") or ""
+    asked = options.get("kv_cache_dtype") or (options.get("kv_cache_config") or {}).get("dtype") or ""
     return "fp8" in str(asked)
 
 
 def violations(recipe: Recipe, arch: Arch, memory_gib: float, worst: TrainerMemory, engine: EngineMemory, slot_bytes: int) -> Iterator[str]:
     """What does not fit a GPU of `memory_gib`, with the nearest settings that would."""
     colocated, rollout = recipe.rollout.colocated, recipe.rollout
-    beside = ASLEEP_GIB if colocated else 0.0
-    if worst.total + beside > memory_gib:
+    asleep_gib = ASLEEP_GIB if colocated else 0.0
+    beside = worst.at_start(recipe.trainer.precision) if colocated else 0.0
+    if worst.total + asleep_gib > memory_gib:
         parts = ", ".join(f"{f.name.replace('_', ' ')} {getattr(worst, f.name):.1f}" for f in fields(worst))
         asleep = f", an engine asleep {ASLEEP_GIB}" if colocated else ""
-        works = _fitting(recipe, arch, memory_gib - beside, slot_bytes)
+        works = _fitting(recipe, arch, memory_gib - asleep_gib, slot_bytes)
         yield (
-            f"a trainer rank needs about {worst.total + beside:.1f} GiB of a GPU's {memory_gib} ({parts}{asleep}); "
+            f"a trainer rank needs about {worst.total + asleep_gib:.1f} GiB of a GPU's {memory_gib} ({parts}{asleep}); "
             + (f"works: {'; or '.join(works)}" if works else "use more GPUs: larger tp, pp, ep or dp")
         )
-    key = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}.get(rollout.engine)
     room = memory_gib - (worst.resident if colocated else 0.0)
-    if engine.sequences < 1:
+    least = engine.weights + engine.overhead + engine.refit_buffers
+    where = " beside the trainer" if colocated else ""
+    if least > room:
         yield (
-            f"rollout.parallel.tp = {rollout.parallel.tp}: {engine.weights:.1f} GiB of weights and {engine.overhead + engine.refit_buffers:.1f} of workspace "
-            f"leave no room for one sequence of {longest_sample(recipe)} tokens; raise tp"
-            + (f" or rollout.{rollout.engine}.{key}" if key else "")
+            f"rollout.parallel.tp = {rollout.parallel.tp}: an engine rank needs {least:.1f} GiB without any KV cache, and {max(room, 0):.1f} are "
+            f"free{where}; raise rollout.parallel.tp"
+            + (", make the trainer smaller, or set rollout.colocated = false" if colocated else "")
+        )
+    elif engine.sequences < 1:
+        yield (
+            f"the KV cache of an engine rank gets {engine.kv_cache:.1f} GiB, less than one sequence of {longest_sample(recipe)} tokens "
+            f"({engine.kv_bytes_per_token * longest_sample(recipe) / GIB:.1f}); raise {_CACHE_KEY[rollout.engine]} or rollout.parallel.tp"
         )
     elif engine.total > room:
-        where = " beside the trainer" if colocated else ""
-        yield f"an engine rank takes {engine.total:.1f} GiB where {room:.1f} are free{where}; use {_smaller(recipe, engine, memory_gib, room)}"
+        yield f"an engine rank takes {engine.total:.1f} GiB where {room:.1f} are free{where}; use {_smaller(recipe, engine, memory_gib, beside, room)}"
+    elif rollout.engine == "vllm":
+        one = number(recipe, "max_model_len", arch.max_positions)
+        if one * engine.kv_bytes_per_token > engine.kv_cache * GIB:
+            yield (
+                f"rollout.vllm.max_model_len = {one:.0f} (the model's, if left out) needs {one * engine.kv_bytes_per_token / GIB:.1f} GiB of KV cache, "
+                f"which has {engine.kv_cache:.1f}, and vLLM would not start; use {longest_sample(recipe)}"
+            )
 
 
-def _smaller(recipe: Recipe, engine: EngineMemory, memory_gib: float, room: float) -> str:
-    """The option that makes the engine fit `room`."""
-    fits = room - engine.refit_buffers
-    if recipe.rollout.engine == "trtllm":
-        asked = recipe.rollout.trtllm.get("kv_cache_config", {}).get("free_gpu_memory_fraction", 0.9)
+_CACHE_KEY = {
+    "vllm": "rollout.vllm.gpu_memory_utilization",
+    "sglang": "rollout.sglang.mem_fraction_static",
+    "trtllm": "rollout.trtllm.kv_cache_config.free_gpu_memory_fraction",
+    "hf": "rollout.hf.max_batch",
+}
+
+
+def _smaller(recipe: Recipe, engine: EngineMemory, memory_gib: float, beside: float, room: float) -> str:
+    """The option that makes the engine fit `room`, and a value that does."""
+    key, spare = _CACHE_KEY[recipe.rollout.engine], room - engine.refit_buffers
+    if recipe.rollout.engine == "hf":
+        return f"a smaller {key}"
+    if recipe.rollout.engine == "vllm":
+        share = spare / memory_gib
+    elif recipe.rollout.engine == "sglang":
+        share = (spare - engine.overhead) / (memory_gib - beside)
+    else:
+        asked = number(recipe, "kv_cache_config.free_gpu_memory_fraction", 0.9)
         share = asked * (engine.kv_cache - (engine.total - room)) / engine.kv_cache
-        return f"rollout.trtllm.kv_cache_config.free_gpu_memory_fraction of at most {max(0.0, share - 0.005):.2f}"
-    key = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}.get(recipe.rollout.engine)
-    return (
-        f"rollout.{recipe.rollout.engine}.{key} of at most {max(0.0, fits / memory_gib - 0.005):.2f}"
-        if key
-        else "a smaller rollout.hf.max_batch"
-    )
+    return f"{key} of at most {math.floor(100 * share) / 100:.2f}"
 
 
 def _fitting(recipe: Recipe, arch: Arch, memory_gib: float, slot_bytes: int) -> list[str]:
@@ -219,11 +265,21 @@ def _fitting(recipe: Recipe, arch: Arch, memory_gib: float, slot_bytes: int) -> 
                 break
             changes.append((f"trainer.parallel.{key} = {size}", {"parallel": parallel.model_copy(update={key: size})}))
     done: set[str] = set()
+    known = set(recipe_violations(recipe))
     for text, update in changes:
         key = text.split(" = ")[0]
         changed = recipe.model_copy(update={"trainer": trainer.model_copy(update=update)})
+        if recipe.rollout.colocated:  # engines keep to the trainer's GPUs
+            replicas, rest = divmod(changed.trainer.parallel.layout().world, recipe.rollout.parallel.tp)
+            if rest:
+                continue
+            if replicas != recipe.rollout.replicas:
+                text += f" with rollout.replicas = {replicas}"
+            changed = changed.model_copy(update={"rollout": recipe.rollout.model_copy(update={"replicas": replicas})})
         layout = changed.trainer.parallel.layout()
-        if key in done or layout.violations() or arch.layout_violations(layout):
+        seating = Seating.of(layout, changed.rollout.layout(), recipe.cluster.gpus_per_node, recipe.rollout.colocated)
+        too_large = recipe.cluster.nodes is not None and seating.nodes > recipe.cluster.nodes
+        if key in done or too_large or set(recipe_violations(changed)) - known or arch.layout_violations(layout):
             continue
         if max(stage.total for stage in trainer_stages(changed, arch, slot_bytes)) <= memory_gib:
             works.append(text)

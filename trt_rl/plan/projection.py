@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from trt_rl.arch import Arch
 from trt_rl.config import Recipe
 from trt_rl.plan.counts import Counts
 from trt_rl.plan.gpus import Gpu
-from trt_rl.plan.memory import EngineMemory
+from trt_rl.plan.memory import EngineMemory, number
 
 _HOP_US = {True: 12.0, False: 40.0}  # one all-reduce of a decoding step, inside a node or between nodes; assumed
 _HOST_MS, _HOST_US = 2.0, 30.0  # of a decoding step and of each of its sequences: vLLM 0.24, benchmarks/h200/engine
@@ -62,7 +63,6 @@ def project(recipe: Recipe, arch: Arch, gpu: Gpu, rates: Rates, engine: EngineMe
     gpus = trainer.parallel.layout().world, rollout.layout().world
     work = train_s * gpus[0], rollout_s * gpus[1]
     both = sum(gpus)
-    share = work[1] / sum(work)
     return {
         "labelled": "projection from assumed rates, not measured",
         "assumed": asdict(rates) | {"oversampling": oversampling, "mfu": mfu},
@@ -76,19 +76,32 @@ def project(recipe: Recipe, arch: Arch, gpu: Gpu, rates: Rates, engine: EngineMe
         "decode_tokens_per_s_of_replica": round(rate),
         "decode_batch_of_replica": batch,
         "bottleneck": "rollout" if rollout_s > train_s else "trainer",
-        "balance": "trainer and engine take turns on the same GPUs"
-        if rollout.colocated
-        else f"of these {both} GPUs, {max(1, min(both - 1, round(share * both)))} for rollout would let both sides take equally long",
+        "balance": "trainer and engine take turns on the same GPUs" if rollout.colocated else _balance(*work, both),
     }
+
+
+def _balance(train: float, rollout: float, gpus: int) -> str:
+    """Where `train` and `rollout` GPU seconds would sit best, as far as either side goes faster with more GPUs."""
+
+    def of(share: float) -> int:
+        return max(1, min(gpus - 1, round(share * gpus)))
+
+    shortest = of(math.sqrt(rollout) / (math.sqrt(rollout) + math.sqrt(train)))
+    return f"{shortest} of these {gpus} GPUs for rollout make the step shortest; with {of(rollout / (rollout + train))} both sides take equally long"
+
+
+def most_at_once(recipe: Recipe) -> float:
+    """Sequences that an engine decodes together, at most."""
+    key, most = _MOST_AT_ONCE[recipe.rollout.engine]
+    return number(recipe, key, most)
 
 
 def _generation(recipe, arch, counts, gpu, rates, engine, samples, prompt, response, inside) -> tuple[float, float, int]:
     """Seconds, tokens/s and sequences at once of one replica."""
     rollout, tp = recipe.rollout, recipe.rollout.parallel.tp
     mine = samples / rollout.replicas
-    key, most = _MOST_AT_ONCE[rollout.engine]
     room = engine.kv_cache * 2**30 / engine.kv_bytes_per_token / (prompt + response)
-    batch = max(1, round(min(mine, room, getattr(rollout, rollout.engine).get(key, most))))
+    batch = max(1, round(min(mine, room, most_at_once(recipe))))
     fp8 = recipe.refit.format != "bf16" and gpu.fp8_tflops
     flops = tp * (gpu.fp8_tflops if fp8 else gpu.bf16_tflops) * 1e12
     touched = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 from trt_rl.arch import Arch
@@ -29,7 +29,8 @@ def moved(recipe: Recipe, arch: Arch, table: PrecisionTable, seating: Seating, s
     """The figures of `forecast`; `exact` says whether they are the route's own.
 
     If not, bytes follow from three small models, for they are linear in layers and in layers times experts, as far as
-    replicas share the sending evenly; seconds are those of the busiest rank, at full speed all the time.
+    replicas share the sending evenly; what single layers hold otherwise (dense layers, layers in BF16) is spread over
+    all. Seconds are those of the busiest rank, at full speed all the time.
     """
     layout, engine, placement = recipe.trainer.parallel.layout(), recipe.rollout.layout(), seating.placement()
     tensors = arch.layers * (8 + 3 * arch.experts)
@@ -40,7 +41,8 @@ def moved(recipe: Recipe, arch: Arch, table: PrecisionTable, seating: Seating, s
 
     def small(layers: int, experts: int) -> dict[str, Any]:
         model = arch.shrunk(layers, experts)
-        return forecast(route_of(recipe, model, PrecisionTable.build(model, everywhere), placement), placement, speeds)
+        its = PrecisionTable.build(model, everywhere)
+        return forecast(route_of(recipe, model, its, placement), placement, speeds) | {"wire": _wire_bytes(its)}
 
     one, deeper = small(deep, few), small(2 * deep, few)
     wider = small(deep, 2 * few) if arch.experts else one
@@ -51,7 +53,12 @@ def moved(recipe: Recipe, arch: Arch, table: PrecisionTable, seating: Seating, s
             return {key: scaled(a.get(key, 0), b.get(key, 0), c.get(key, 0)) for key in dict.fromkeys((*a, *b, *c))}
         return round(a + (stages - 1) * (b - a) + stages * breadth * (c - a))
 
-    found = {key: scaled(one[key], deeper[key], wider[key]) for key in _SUMS}
+    true = _wire_bytes(table) / scaled(one["wire"], deeper["wire"], wider["wire"])
+
+    def corrected(value: Any) -> Any:
+        return {key: corrected(part) for key, part in value.items()} if isinstance(value, dict) else round(value * true)
+
+    found = {key: corrected(scaled(one[key], deeper[key], wider[key])) for key in _SUMS}
     bucket = recipe.refit.bucket_mib << 20
     busiest = _busiest(found["bytes_by_link"], seating, speeds)
     return found | {
@@ -60,6 +67,12 @@ def moved(recipe: Recipe, arch: Arch, table: PrecisionTable, seating: Seating, s
         "predicted_s": bucket / 1e9 / speeds.quantize + busiest,
         "exact": False,
     }
+
+
+def _wire_bytes(table: PrecisionTable) -> int:
+    """Of one copy of the model as a refit sends it."""
+    sizes = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
+    return sum(sizes[dtype] * prod(shape) for dtype, shape in table.wire_tensors().values())
 
 
 def _busiest(links: dict[str, int], seating: Seating, speeds: Speeds) -> float:

@@ -7,13 +7,13 @@ from typing import Any
 
 from trt_rl.arch import Arch
 from trt_rl.config import Recipe
-from trt_rl.errors import ModelError
+from trt_rl.errors import ModelError, RecipeError
 from trt_rl.plan.checks import cluster_violations, violations
 from trt_rl.plan.counts import Counts, of_stages
 from trt_rl.plan.gpus import GPUS, LINK_SHARE, NETWORK_SHARE
 from trt_rl.plan.memory import EngineMemory, TrainerMemory, engine_rank, trainer_stages
 from trt_rl.plan.memory import violations as memory_violations
-from trt_rl.plan.projection import Rates, project
+from trt_rl.plan.projection import Rates, most_at_once, project
 from trt_rl.plan.refit import moved
 from trt_rl.plan.seating import Seating
 from trt_rl.refit.forecast import Speeds
@@ -52,7 +52,6 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     if found:
         return plan
     plan.parameters["trainer_rank_of_stage"] = [asdict(c) | {"total": c.total} for c in of_stages(arch, layout)]
-    on_gpu = recipe.cluster.gpus_per_node > 0
     seating = Seating.of(layout, engine, recipe.cluster.gpus_per_node or layout.world + engine.world, recipe.rollout.colocated)
     crossing = seating.crossing(layout, engine)
     plan.cluster = {
@@ -63,26 +62,43 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
         "ranks_by_node": seating.by_node(),
         "groups_crossing_nodes": crossing,
     }
-    if on_gpu:
+    if recipe.cluster.gpus_per_node:
         plan.violations += cluster_violations(recipe, seating)
-    else:
-        plan.notes.append("cluster.gpus_per_node = 0 runs on CPUs; memory and time below are those of a GPU")
     table = PrecisionTable.build(arch, recipe.refit.policy())
     speeds = speeds or Speeds(gpu.nvlink_gb_s * LINK_SHARE, gpu.network_gb_s * NETWORK_SHARE)
     traffic = moved(recipe, arch, table, seating, speeds)
     slot = max(traffic["extra_bytes_of_rank"].values()) // 2
     plan.refit = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)} | traffic
 
+    if not recipe.cluster.gpus_per_node:
+        plan.notes.append("cluster.gpus_per_node = 0 runs on CPUs; memory and time are planned for GPUs only")
+        return plan
+    try:
+        _plan_gpus(plan, recipe, arch, table, slot, rates or Rates(), "engine tp" not in crossing)
+    except RecipeError as error:
+        plan.violations.append(str(error))
+    plan.notes += [
+        f"{name} groups span {nodes} nodes: every layer waits for the network"
+        for name, nodes in crossing.items()
+        if name in ("trainer tp", "trainer etp", "engine tp")
+    ]
+    return plan
+
+
+def _plan_gpus(plan: Plan, recipe: Recipe, arch: Arch, table: PrecisionTable, slot: int, rates: Rates, inside: bool) -> None:
+    gpu = GPUS[recipe.cluster.gpu]
     stages = trainer_stages(recipe, arch, slot)
     worst = max(stages, key=lambda stage: stage.total)
-    beside = worst.at_start if recipe.rollout.colocated else 0.0
+    beside = worst.at_start(recipe.trainer.precision) if recipe.rollout.colocated else 0.0
     served = engine_rank(recipe, arch, table, gpu.memory_gib, beside, slot)
     plan.memory_gib = _memory(recipe, gpu.memory_gib, stages, worst, served)
-    if on_gpu:
-        plan.violations += memory_violations(recipe, arch, gpu.memory_gib, worst, served, slot)
-    plan.notes += _notes(recipe, crossing, served)
-    plan.projection = project(recipe, arch, gpu, rates or Rates(), served, plan.refit["predicted_s"], "engine tp" not in crossing)
-    return plan
+    plan.violations += memory_violations(recipe, arch, gpu.memory_gib, worst, served, slot)
+    asked = -(-recipe.rollout.prompts_per_step * recipe.rollout.group_size // recipe.rollout.replicas)
+    if 0 < served.sequences < min(asked, most_at_once(recipe)):
+        plan.notes.append(
+            f"the KV cache of a replica holds {served.sequences} sequences of full length; {asked} are asked for at once, the rest waits"
+        )
+    plan.projection = project(recipe, arch, gpu, rates, served, plan.refit["predicted_s"], inside)
 
 
 def _memory(recipe: Recipe, memory_gib: float, stages: list[TrainerMemory], worst: TrainerMemory, engine: EngineMemory) -> dict[str, Any]:
@@ -101,17 +117,3 @@ def _memory(recipe: Recipe, memory_gib: float, stages: list[TrainerMemory], wors
             "generating": round(worst.resident + engine.total, 2),
         }
     return found
-
-
-def _notes(recipe: Recipe, crossing: dict[str, int], engine: EngineMemory) -> list[str]:
-    notes = [
-        f"{name} groups span {nodes} nodes: every layer waits for the network"
-        for name, nodes in crossing.items()
-        if name in ("trainer tp", "trainer etp", "engine tp")
-    ]
-    wanted = -(-recipe.rollout.prompts_per_step * recipe.rollout.group_size // recipe.rollout.replicas)
-    if 0 < engine.sequences < min(wanted, 256):
-        notes.append(
-            f"the KV cache of a replica holds {engine.sequences} sequences of full length; {wanted} are asked for at once, the rest waits"
-        )
-    return notes

@@ -14,8 +14,10 @@ from trt_rl.plan.report import Plan
 def show_plan(plan: Plan, console: Console) -> None:
     if plan.cluster:
         console.print(_cluster(plan))
-        console.print(_memory(plan))
         console.print(_refit(plan))
+    if plan.memory_gib:
+        console.print(_memory(plan))
+    if plan.projection:
         console.print(_projection(plan.projection))
     for note in plan.notes:
         console.print(Text(f"note: {note}", "yellow"))
@@ -36,7 +38,8 @@ def _pairs(title: str, rows: list[tuple[str, Any]]) -> Table:
 
 def _cluster(plan: Plan) -> Table:
     cluster, counts = plan.cluster, plan.parameters
-    rows = [("GPUs", f"{cluster['gpus']} x {cluster['gpu']} on {cluster['nodes']} node(s) of {cluster['gpus_per_node']}")]
+    of = f" of {cluster['gpus_per_node']} {cluster['gpu']}" if cluster["gpus_per_node"] else ""
+    rows = [("GPUs" if of else "ranks in all", f"{cluster['gpus']} on {cluster['nodes']} node(s){of}")]
     lines = [
         f"node {n}: " + ", ".join(f"{side} {ranks}" for side, ranks in its.items() if ranks)
         for n, its in enumerate(cluster["ranks_by_node"])

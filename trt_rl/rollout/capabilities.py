@@ -23,6 +23,8 @@ class Capabilities:
     holds the GPUs of one replica, all on one node."""
     whole_tensors: bool = False
     """Whether every rank loads whole tensors and cuts them itself, so that a refit brings them whole."""
+    any_ep: bool = True
+    """Whether `rollout.parallel.ep` may be any divisor of tp; if not, experts are divided over all ranks or over none."""
     duplicates_scales: bool = True
     """Whether FP8 blocks of KV heads can be repeated on ranks, where there are fewer heads than ranks, in dense models."""
 
@@ -39,7 +41,7 @@ CAPABILITIES = {
         whole_tensors=True,
         duplicates_scales=False,
     ),
-    "vllm": Capabilities(("bf16", "fp8_block"), _ALL_PAUSES, sleep=True, parallel=True, fused=True),
-    "sglang": Capabilities(("bf16", "fp8_block"), ("drain", "abort"), sleep=True, parallel=True, fused=True),
+    "vllm": Capabilities(("bf16", "fp8_block"), _ALL_PAUSES, sleep=True, parallel=True, fused=True, any_ep=False),
+    "sglang": Capabilities(("bf16", "fp8_block"), ("drain", "abort"), sleep=True, parallel=True, fused=True, any_ep=False),
     "hf": Capabilities(("bf16", "fp8_block", "fp8_per_tensor"), _ALL_PAUSES, sleep=False, parallel=False, fused=False),
 }
