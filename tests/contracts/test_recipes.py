@@ -80,6 +80,7 @@ def test_recipes_fit_the_cluster_that_they_name(name):
         assert (algo.clip_low, algo.clip_high, algo.aggregation) == (0.2, 0.28, "token_mean")
         assert algo.dynamic_sampling.enabled and algo.overlong.enabled and recipe.correct_importance and recipe.refit.format == "fp8_block"
     text = (ROOT / f"examples/{name}/README.md").read_text()
+    assert f"{plan.projection['step_s']:.0f} s for" in text, "the README's figures are those of another plan"
     assert f"trt-rl plan examples/{name}/recipe.yaml" in text and "launch/docker_run.sh" in text and "trt-rl launch slurm" in text
 
 
