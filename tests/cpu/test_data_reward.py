@@ -155,3 +155,29 @@ def test_shipped_rewards():
     assert reasoning.score("nonsense", row) < 1.0
     assert math.score("so it is \\boxed{\\frac{1}{2}}", {"answer": "0.5"}) == 1.0
     assert math.score("I do not know", {"answer": "3"}) == 0.0
+
+
+def test_gsm8k_rows(tmp_path):
+    """From a folder laid out as the dataset is on the hub."""
+    from trt_rl.data.gsm8k import INSTRUCTION, rows
+    from trt_rl.reward import math
+
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train.jsonl}\n  - {split: test, path: main/test.jsonl}\n---\n"
+    )
+    (tmp_path / "main").mkdir()
+    row = {"question": "How many?", "answer": "First <<2*600=1200>>1200, then one more.\n#### 1,201"}
+    (tmp_path / "main/train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "main/test.jsonl").write_text(json.dumps(row | {"question": "And here?"}) + "\n")
+    (train,), (test,) = rows("train", str(tmp_path)), rows("test", str(tmp_path))
+    assert train == {"prompt": [{"role": "user", "content": f"How many?\n{INSTRUCTION}"}], "answer": "1201"}
+    assert test["prompt"][0]["content"].startswith("And here?")
+    assert math.score("It is \\boxed{1201}.", train) == 1.0 and math.score("It is \\boxed{1200}.", train) == 0.0
+
+
+def test_answers_in_nested_columns():
+    from trt_rl.reward import math
+
+    row = {"reward_model": {"ground_truth": "34", "style": "rule"}}
+    assert math.score("Answer: \\boxed{34}", row, answer_key="reward_model.ground_truth") == 1.0
+    assert math.score("Answer: \\boxed{43}", row, answer_key="reward_model.ground_truth") == 0.0
