@@ -41,6 +41,7 @@ def test_the_quickstart_learns_through_vllm(tmp_path):
 
 
 @pytest.mark.trtllm
+@pytest.mark.slow  # test_recipes.py has a shorter one
 def test_fp8_training_through_tensorrt_llm_across_two_nodes(tmp_path):
     """Trainer TP2 and engine TP2 span two nodes, on the same bundles: the engine sleeps while the trainer works."""
     nodes = [sys.executable, "-m", "tests.support.two_nodes", "2", "2", "--"]
