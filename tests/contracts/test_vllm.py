@@ -48,8 +48,9 @@ def test_a_killed_engine_process_ends_waiting_requests(folder):
     waiting = threading.Thread(target=ask, daemon=True)
     waiting.start()
     time.sleep(1.0)
-    (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline())]
-    os.kill(core.pid, signal.SIGKILL)
+    found_there = [p for p in psutil.Process().children() if "EngineCore" in " ".join([p.name(), *p.cmdline()])]
+    assert len(found_there) == 1, [(p.pid, p.name(), p.cmdline()) for p in found_there]
+    os.kill(found_there[0].pid, signal.SIGKILL)
     waiting.join(60)
     assert found and isinstance(found[0], EngineLost) and "vLLM's engine process ended" in str(found[0])
     with pytest.raises(EngineLost):
