@@ -254,6 +254,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
+            (folder / name).touch(mode=0o600)  # values of --env may be secrets
             (folder / name).write_text(text)
     except OSError as error:
         raise LaunchError(f"{folder} cannot be written: {error.strerror}; set run.folder to one that every node shares") from error

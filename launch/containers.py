@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Container:
             return []
         mounts = ",".join(self._mounts(workdir, _run_folder(launch_folder)))
         return [
-            f"--container-image={self.image}",
+            f"--container-image={os.path.abspath(self.image) if self.image_file else self.image}",  # pyxis pulls what has no slash first
             f"--container-mounts={mounts}",
             f"--container-workdir={workdir}",
             "--no-container-mount-home",

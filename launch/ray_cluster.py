@@ -126,6 +126,7 @@ class Node:
         command += [f"--node-manager-port={ports.node_manager}", f"--object-manager-port={ports.object_manager}"]
         command += [f"--dashboard-agent-listen-port={ports.agent_http}", f"--dashboard-agent-grpc-port={ports.agent_grpc}"]
         command += [f"--runtime-env-agent-port={ports.runtime_env_agent}", f"--metrics-export-port={ports.metrics}"]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]  # the kernel's choice; by default all jobs draw from one range
         command += [f"--num-gpus={cluster.gpus}", f"--resources={json.dumps({_MARK + cluster.me: 1})}", f"--temp-dir={self.folder}"]
         command += [f"--num-cpus={cluster.cpus}"] if cluster.cpus else []
         command += [f"--object-store-memory={cluster.object_store_bytes}"] if cluster.object_store_bytes else []

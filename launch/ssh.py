@@ -97,17 +97,18 @@ class SshJob:
 
     def run(self) -> int:
         """Check every host, start Ray and the driver, and return the driver's exit code. Ctrl-C and SIGTERM end the run
-        after its step, with a checkpoint; the second at once.
+        after its step, with a checkpoint; the second only stops waiting for that, the hosts finish by themselves.
 
         Raises:
             LaunchError: a host lacks something; nothing was started.
         """
         self.commands()
         self._check()
-        found = subprocess.run(self.address(), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if found.returncode:
-            raise LaunchError(f"{self.hosts[0].name}: {found.stderr.strip()}")
-        started = {name: _start(command) for name, command in self.nodes(found.stdout.split()[0]).items()}
+        found = self._asked(self.address())
+        lines = found.stdout.strip().splitlines()  # a login shell may say something first
+        if found.returncode or not lines:
+            raise LaunchError(f"{self.hosts[0].name}: {found.stderr.strip() or 'said nothing where its address was asked'}")
+        started = {name: _start(command) for name, command in self.nodes(lines[-1].split()[0]).items()}
         head = started[self.hosts[0].name]
         try:
             return self._wait(head)
@@ -117,12 +118,19 @@ class SshJob:
             for process in started.values():
                 _let_end(process)
 
+    def _asked(self, command: list[str]) -> subprocess.CompletedProcess:
+        limit_s = self.ready_timeout_s
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 124, "", f"no answer within {limit_s:g} s (--ready-timeout)")
+
     def _check(self) -> None:
         """All at once, because each waits for its network."""
         done: dict[str, subprocess.CompletedProcess] = {}
 
         def check(name: str, command: list[str]) -> None:
-            done[name] = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+            done[name] = self._asked(command)
 
         threads = [threading.Thread(target=check, args=item) for item in self.checks().items()]
         for thread in threads:

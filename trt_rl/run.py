@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
 import os
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -122,6 +125,7 @@ class Run:
         its first checkpoint is moved aside."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock_folder()
             found = [path for name in _OURS if (path := self.folder / name).exists()] if self.checkpoint is None else []
             if found and self.unfinished:
                 aside = next(path for n in itertools.count(1) if not (path := self.folder / f"unfinished_{n}").exists())
@@ -134,6 +138,22 @@ class Run:
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe))
         except OSError as error:
             raise RecipeError(f"run.folder {self.folder} cannot be written: {error.strerror}; set run.folder") from error
+
+    def _lock_folder(self) -> None:
+        """Until this process ends: a second run would move or replace what the first one writes."""
+        self.lock = open(self.folder / ".lock", "a+")  # noqa: SIM115  closing it would unlock
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            raise RecipeError(f"run.folder {self.folder} is in use by {self.lock.read().strip()}; wait for it, or set run.folder") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            console.print(f"run.folder {self.folder}: this file system has no locks; nothing keeps a second run out of it")
+        self.lock.truncate(0)
+        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self.lock.flush()
 
     def _prepare_data(self) -> None:
         model, data = self.recipe.model, self.recipe.data
@@ -381,7 +401,7 @@ class Run:
             (partial / "state.json").write_text(json.dumps(state, indent=2))
             (partial / "recipe.yaml").write_text(dump_recipe(self.recipe))
             partial.rename(final)
-        complete = sorted(p for p in final.parent.iterdir() if p.suffix != ".partial")
+        complete = sorted(p for p in final.parent.glob("step_*") if p.suffix != ".partial")
         for old in complete[: -self.recipe.run.keep_checkpoints]:
             shutil.rmtree(old)
 

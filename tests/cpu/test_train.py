@@ -235,6 +235,9 @@ def test_sigterm_saves_and_a_job_put_back_into_the_queue_continues(tmp_path):
     (folder / "metrics.jsonl").write_text("{}\n")
     first = Cli(folder, "run.steps=500", "--resume-or-start")
     first.wait_for("step 1/500")
+    assert (folder / "unfinished_1/metrics.jsonl").read_text() == "{}\n", "nothing of the first attempt is lost"
+    second = Cli(folder, "run.steps=500", "--resume-or-start")
+    assert second.process.wait(300) == 2 and f"is in use by process {first.process.pid}" in second.text()
     first.process.terminate()
     text = first.finish(code=130)
     assert "finishing this step" in text and "resumed from" not in text and "Traceback" not in text and not first.left_behind()
