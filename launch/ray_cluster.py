@@ -40,7 +40,7 @@ _MARK = "trt_rl.host."  # a resource of every node, by which nodes of one machin
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _FAILED = "failed: "
-_ATTEMPTS = 3  # `ray start` gives its own processes 30 s, which a busy machine or a slow file system can exceed
+_ATTEMPTS = 5  # `ray start` gives its own processes 30 s, which a busy machine or a slow file system can exceed
 _DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # the driver has ended, and Slurm waits seconds only (KillWait)
 INTERRUPTED = 128 + signal.SIGINT
 
