@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import ipaddress
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -220,6 +221,11 @@ def ephemeral_problems(ports: Ports) -> list[str]:
         f"net.ipv4.ip_local_port_range), so they may be gone at any time; use a lower --first-port, or reserve them in "
         "net.ipv4.ip_local_reserved_ports"
     ]
+
+
+def environment_problems(pairs: tuple[str, ...]) -> list[str]:
+    """Of what --env was given."""
+    return [f"--env {pair!r} is not NAME=VALUE" for pair in pairs if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", pair, re.DOTALL)]
 
 
 def clean_environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from launch.hosts import LaunchError
+from launch.hosts import LaunchError, environment_problems
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 47  # KubeRay's limit: it appends to the name
@@ -56,9 +56,7 @@ class RayJob:
             for volume in self.volumes
             if volume not in good
         ]
-        for pair in self.environment:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", pair, re.DOTALL):
-                found.append(f"--env {pair!r} is not NAME=VALUE")
+        found += environment_problems(self.environment)
         mounted = [volume.partition(":")[2].rstrip("/") for volume in good]
         for key, path in self.folders.items():
             if not any(path == mount or path.startswith(mount + "/") for mount in mounted):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -14,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.hosts import FIRST_PORT, Host, LaunchError
+from launch.hosts import FIRST_PORT, Host, LaunchError, environment_problems
 
 DEFAULT = "ssh -o BatchMode=yes -o ServerAliveInterval=15"
 
@@ -46,9 +45,7 @@ class SshJob:
         values = [str(self.launch_folder), str(self.workdir), self.python, *self.driver, *self.paths, *self.environment]
         found = [f"{v!r} holds NUL, which no command line can carry" for v in values if "\0" in v]
         found += [f"host {host.name!r} begins with a dash, which ssh would read as an option" for host in self.hosts if host.name[0] == "-"]
-        found += [
-            f"--env {p!r} is not NAME=VALUE" for p in self.environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", p, re.DOTALL)
-        ]
+        found += environment_problems(self.environment)
         if self.ip_version not in (None, 4, 6):
             found.append(f"--ip-version = {self.ip_version}; works: 4, 6")
         if not self.ssh or shutil.which(self.ssh[0]) is None:

@@ -17,10 +17,9 @@ from trt_rl import doctor, plan
 from trt_rl.config import dump_recipe, load_recipe
 from trt_rl.errors import RecipeError, TrtRlError
 from trt_rl.observe.log import console
-from trt_rl.plan.gpus import GPUS, LINK_SHARE, NETWORK_SHARE
+from trt_rl.plan.gpus import GPUS, speeds_of
 from trt_rl.plan.projection import Rates
 from trt_rl.plan.show import show_plan
-from trt_rl.refit.forecast import Speeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=trt_rl.__doc__)
 
@@ -94,8 +93,7 @@ def plan_command(
     """
     try:
         resolved = load_recipe(recipe, overrides)
-        gpu = GPUS[resolved.cluster.gpu]
-        speeds = Speeds(inside_gb_s or gpu.nvlink_gb_s * LINK_SHARE, between_gb_s or gpu.network_gb_s * NETWORK_SHARE)
+        speeds = speeds_of(GPUS[resolved.cluster.gpu], inside_gb_s, between_gb_s)
         made = plan.make_plan(resolved, Rates(prompt_share, response_share, oversampling, mfu, decode), speeds)
     except TrtRlError as error:
         console.print(f"{type(error).__name__}: {error}")

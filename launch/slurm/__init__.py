@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from launch.containers import NO_CONTAINER, Container
-from launch.hosts import FIRST_PORT, LaunchError, slots
+from launch.hosts import FIRST_PORT, LaunchError, environment_problems, slots
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,@%+\-\[\]]+")
 
@@ -70,9 +70,7 @@ class SlurmJob:
         for option in self.sbatch:
             if not option.startswith("-"):
                 found.append(f"--sbatch {option!r} is no option of sbatch; write e.g. --sbatch=--partition=h100")
-        for pair in self.environment:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", pair, re.DOTALL):
-                found.append(f"--env {pair!r} is not NAME=VALUE")
+        found += environment_problems(self.environment)
         if self.ip_version not in (None, 4, 6):
             found.append(f"--ip-version = {self.ip_version}; works: 4, 6")
         if self.first_port < 1024 or slots(self.first_port) < 1:

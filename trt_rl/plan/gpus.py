@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trt_rl.refit.forecast import Speeds
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -32,3 +34,11 @@ LINK_SHARE = 0.78
 """Of a link's published speed that NCCL's point-to-point sends reach: 350 of 450 GB/s between two H200, see benchmarks/."""
 NETWORK_SHARE = 0.9
 """Of the adapter between nodes; assumed."""
+
+
+def speeds_of(gpu: Gpu, inside_gb_s: float | None = None, between_gb_s: float | None = None) -> Speeds:
+    """What a refit's prediction assumes: the given speeds, or the published ones of `gpu` as far as they are reached."""
+    return Speeds(
+        gpu.nvlink_gb_s * LINK_SHARE if inside_gb_s is None else inside_gb_s,
+        gpu.network_gb_s * NETWORK_SHARE if between_gb_s is None else between_gb_s,
+    )

@@ -13,6 +13,7 @@ from trt_rl.plan.checks import route_of
 from trt_rl.plan.seating import Seating
 from trt_rl.refit.forecast import Speeds, forecast
 from trt_rl.refit.precision import PrecisionTable
+from trt_rl.refit.route import DTYPE_BYTES
 
 _EXACT_BELOW = 60_000  # tensors times ranks; above, an exact route takes longer than a plan may
 _SUMS = (
@@ -71,8 +72,7 @@ def moved(recipe: Recipe, arch: Arch, table: PrecisionTable, seating: Seating, s
 
 def _wire_bytes(table: PrecisionTable) -> int:
     """Of one copy of the model as a refit sends it."""
-    sizes = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
-    return sum(sizes[dtype] * prod(shape) for dtype, shape in table.wire_tensors().values())
+    return sum(DTYPE_BYTES[dtype] * prod(shape) for dtype, shape in table.wire_tensors().values())
 
 
 def _busiest(links: dict[str, int], seating: Seating, speeds: Speeds) -> float:

@@ -10,7 +10,7 @@ from trt_rl.config import Recipe
 from trt_rl.errors import ModelError, RecipeError
 from trt_rl.plan.checks import cluster_violations, violations
 from trt_rl.plan.counts import Counts, of_stages
-from trt_rl.plan.gpus import GPUS, LINK_SHARE, NETWORK_SHARE
+from trt_rl.plan.gpus import GPUS, speeds_of
 from trt_rl.plan.memory import EngineMemory, TrainerMemory, engine_rank, trainer_stages
 from trt_rl.plan.memory import violations as memory_violations
 from trt_rl.plan.projection import Rates, most_at_once, project
@@ -65,7 +65,7 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     if recipe.cluster.gpus_per_node:
         plan.violations += cluster_violations(recipe, seating)
     table = PrecisionTable.build(arch, recipe.refit.policy())
-    speeds = speeds or Speeds(gpu.nvlink_gb_s * LINK_SHARE, gpu.network_gb_s * NETWORK_SHARE)
+    speeds = speeds or speeds_of(gpu)
     traffic = moved(recipe, arch, table, seating, speeds)
     slot = max(traffic["extra_bytes_of_rank"].values()) // 2
     plan.refit = {"format": recipe.refit.format, "precision": table.summary(), "trainer": str(layout), "engine": str(engine)} | traffic

@@ -33,7 +33,7 @@ ALIGN = 16  # bytes; every slice starts on a boundary that suits any dtype
 HEADER_BYTES = 32  # version, bucket number, route digest, reserved: four int64
 RELAYING = ("auto", "gloo", "nccl")
 """Transports over which engines of a node pass buckets on; with ipc and disk each engine reads what was written once."""
-_SIZES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class _Units:
     def _unit(self, name: str, box: Box, first: bool) -> list[_Part]:
         format = self.table.formats[name]
         dtype = "bfloat16" if format == "bf16" else "float8_e4m3fn"
-        unit = [(name, dtype, box, volume(box) * _SIZES[dtype])]
+        unit = [(name, dtype, box, volume(box) * DTYPE_BYTES[dtype])]
         if format == "fp8_block" and (blocks := owned_blocks(box)):
             unit.append((scale_name(name), "float32", blocks, 4 * volume(blocks)))
         if format == "fp8_per_tensor" and first:  # every sender knows the tensor's one scale; the first to reach a target sends it
