@@ -199,6 +199,8 @@ class TrainerSettings(Section):
     logprob_chunk: Positive = 1024
     """Tokens whose logits are FP32 at once."""
     optimizer: OptimizerSettings = OptimizerSettings()
+    offload: list[Literal["gradients", "optimizer"]] = []
+    """What leaves the GPU for host memory while engines generate there; with `rollout.colocated`."""
     megatron: dict[str, Any] = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity."""
 

@@ -86,7 +86,6 @@ class Run:
             self._claim_folder()  # only now: a mistake found above costs nothing that was there
             with span("start"):
                 self._start_processes()
-            self._restore()
             self._calibrate()
             self.log = MetricLog(self.folder, self.recipe.run.tensorboard, self.step)
             self.ready = True
@@ -203,15 +202,19 @@ class Run:
         self.trainer = TrainerGroup.start(recipe, self.places)
         self.pool = RolloutPool.start(recipe, self.places)
         if recipe.rollout.colocated:  # engines measure free memory while they start: the trainer's is taken by then
-            self.trainer.build()
+            self._build_trainer()
             digests = self.pool.wait(self.pool.begin_build(self.trainer.gpus()))
         else:
             building = self.pool.begin_build([""] * layout.world)
-            self.trainer.build()
+            self._build_trainer()
             digests = self.pool.wait(building)
         tables = {"driver": table.digest} | {f"engine {i}": digest for i, digest in enumerate(digests)}
         self.session = RefitSession(self._agreement(), self.trainer, self.pool, tables, recipe.refit.verify)
         self.sampler = Sampler(recipe, self.pool, self.rewards, self.tokenizer, self._stop_tokens())
+
+    def _build_trainer(self) -> None:
+        self.trainer.build()
+        self._restore()
 
     def _calibrate(self) -> None:
         """fp8_per_tensor needs the magnitude of activations: of the policy that the run starts with, on its prompts."""

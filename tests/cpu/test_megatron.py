@@ -80,6 +80,21 @@ def test_checkpoint_restores_weights_and_optimizer(ranks, models, tmp_path, kind
     assert restored == straight, "steps after a restore differ from steps without it"
 
 
+@pytest.mark.parametrize(("kind", "precision"), [("dense", "bf16"), ("moe", "bf16"), ("dense", "fp32")])
+def test_offload_changes_no_step_and_its_checkpoints_are_the_same(ranks, models, tmp_path, kind, precision):
+    layout = Layout(tp=2) if kind == "dense" else Layout(ep=2, dp=2)
+    results = ranks.run(2, "tests.support.jobs:offloaded_steps", str(models(kind)), layout, str(tmp_path), precision)
+    (plain, plain_logp), (offloaded, logp) = next(h for h, _ in results if h[0][0][0])
+    assert offloaded == plain and plain[1] == plain[2], "a restore gives the step that followed the save"
+    assert all(torch.equal(a, b) for a, b in zip(logp, plain_logp, strict=True))
+    for _, ((gradients, nothing, _), (left, host, _)) in results:
+        assert gradients > 0 and nothing == 0
+        assert left == 0, "gradient buffers were kept"
+        whole = (3 if precision == "bf16" else 2) * gradients  # FP32 weights and two moments; in FP32 the weights are the trainer's own
+        least = whole / 2 if kind == "moe" else 0.98 * whole  # dense parameters of the MoE model have two owners; buffers are padded
+        assert least <= host <= 1.001 * whole, (host, whole)
+
+
 def test_stand_ins_refuse_a_machine_with_cuda(monkeypatch):
     from trt_rl.trainer import cpu
 

@@ -168,6 +168,21 @@ def test_colocated_engine_and_trainer_must_fit_together():
     assert not fitting.violations and fitting.memory_gib["colocated"]["generating"] <= 79.2
 
 
+def test_offload_makes_room_for_an_engine():
+    shared = {"engine": "vllm", "colocated": True, "vllm": {"gpu_memory_utilization": 0.97}}
+    (text,) = make_plan(recipe("qwen3-1.7b", rollout=shared, cluster={"gpu": "h100"})).violations
+    assert "trainer.offload" not in text, "which would not be enough"
+    shared["vllm"] = {"gpu_memory_utilization": 0.9}
+    (text,) = make_plan(recipe("qwen3-1.7b", rollout=shared, cluster={"gpu": "h100"})).violations
+    assert "set trainer.offload = [gradients, optimizer] (25.6 GiB), or use" in text
+    memory = make_plan(recipe("qwen3-1.7b", rollout=shared, cluster={"gpu": "h100"}, trainer={"offload": ["gradients", "optimizer"]}))
+    assert memory.violations == []
+    together = memory.memory_gib["colocated"]
+    assert together["trainer_offloaded"] == pytest.approx(16 * PUBLISHED["qwen3-1.7b"] / 2**30, abs=0.02)
+    (text,) = make_plan(recipe("qwen3-1.7b", trainer={"offload": ["gradients"]})).violations
+    assert "trainer.offload = ['gradients'] makes room" in text and "set rollout.colocated = true" in text
+
+
 def test_tensorrt_llm_starts_before_adam_has_its_moments():
     """And takes its share of what is free then, which is too much later."""
     shared = {"engine": "trtllm", "colocated": True}

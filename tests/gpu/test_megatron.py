@@ -101,3 +101,15 @@ def test_buckets_hold_the_bits_that_a_cpu_process_computes(ranks, models, kind, 
             count[name][at] += 1
     assert all((hits == 1).all() for hits in count.values())
     assert not [name for name in expected if not same_bits(found[name], expected[name])]
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("dense", Layout()), ("moe", Layout(ep=2, dp=2))], ids=["dense", "moe-ep2"])
+def test_offload_gives_memory_back_and_changes_no_step(ranks, models, tmp_path, kind, layout):
+    need(layout)
+    results = ranks.run(layout.world, "tests.support.jobs:offloaded_steps", str(models(kind)), layout, str(tmp_path), "bf16")
+    (plain, _), (offloaded, _) = next(h for h, _ in results if h[0][0][0])
+    for a, b in zip(plain, offloaded, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=2e-3) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.02)
+    for _, ((gradients, _, before), (left, host, after)) in results:
+        print(f"{kind}: allocated {before} -> {after} bytes; gradients {gradients}, optimizer {host}")
+        assert left == 0 and before - after >= 0.95 * (gradients + host)

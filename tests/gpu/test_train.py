@@ -27,17 +27,17 @@ ENVIRONMENT = {
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 
-def run(tmp_path, rollout: dict, refit: dict, steps: int, gpus: int) -> tuple[dict, list[dict]]:
+def run(tmp_path, rollout: dict, refit: dict, steps: int, gpus: int, trainer: dict | None = None) -> tuple[dict, list[dict]]:
     """Train the quickstart's model; its summary and the metrics of its steps."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} CUDA GPU(s)")
-    if rollout["engine"] == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+    if rollout["engine"] != "hf" and importlib.util.find_spec(rollout["engine"]) is None:
+        pytest.skip(f"{rollout['engine']} is not installed")
     recipe = yaml.safe_load((ROOT / "examples/quickstart/recipe.yaml").read_text())
     for name, size in (("train", 4000), ("validation", 200)):  # reasoning-gym is not everywhere
         recipe["data"][name] = {"source": "tests.support.tasks:sums", "args": {"size": size, "seed": size}}
     recipe["reward"]["function"] = "tests.support.tasks:exact"
-    recipe["trainer"]["parallel"] = {"tp": 1}
+    recipe["trainer"] |= {"parallel": {"tp": 1}} | (trainer or {})
     recipe["rollout"] |= rollout
     recipe["refit"] |= refit
     recipe["run"] |= {"steps": steps, "folder": str(tmp_path / "run"), "tensorboard": False}
@@ -59,8 +59,14 @@ def test_the_embedded_engine_on_a_gpu_of_its_own(tmp_path):
 
 
 def test_vllm_fp8_on_the_trainers_gpu(tmp_path):
-    """It sleeps while the trainer works; buckets come through CUDA IPC."""
-    run(tmp_path, {"engine": "vllm", "colocated": True, "vllm": VLLM}, {"format": "fp8_block"}, steps=25, gpus=1)
+    """It sleeps while the trainer works, whose gradients and optimizer are away while it generates; buckets come through CUDA IPC."""
+    rollout = {"engine": "vllm", "colocated": True, "vllm": VLLM}
+    run(tmp_path, rollout, {"format": "fp8_block"}, steps=25, gpus=1, trainer={"offload": ["gradients", "optimizer"]})
+
+
+def test_sglang_fp8_on_the_trainers_gpu(tmp_path):
+    options = {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.2, "max_running_requests": 256}
+    run(tmp_path, {"engine": "sglang", "colocated": True, "sglang": options}, {"format": "fp8_block"}, steps=20, gpus=1)
 
 
 @pytest.mark.parametrize("executor", ["mp", "ray"])

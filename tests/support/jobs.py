@@ -112,6 +112,34 @@ def checkpoint_steps(folder: str, layout: Layout, path: str):
     return straight, [trainer.train(batch) for _ in range(2)]
 
 
+def offloaded_steps(folder: str, layout: Layout, path: str, precision: str):
+    """The steps of `checkpoint_steps`, without and with offload, and the bytes that are left of what went out."""
+    from megatron.core import parallel_state
+
+    from trt_rl.trainer.rank import MegatronRank
+
+    batch, histories, held = ready_batch(sample_batch()), [], []
+    for what in ([], ["gradients", "optimizer"]):
+        settings = recipe(folder, layout, precision, rollout={"engine": "vllm", "colocated": True}, trainer={"offload": what})
+        trainer, folder_of_this = MegatronRank(settings), f"{path}/{len(what)}"
+        Path(folder_of_this).mkdir(exist_ok=True)
+        history = [trainer.train(batch)]
+        gradients = sum(b.grad_data.untyped_storage().size() for b in trainer.model.buffers + trainer.model.expert_parallel_buffers)
+        held.append((gradients, trainer.offload.host_bytes(), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0))
+        logp = [part for _, part in trainer.logprobs(batch)]  # the weights are there
+        dist.barrier()
+        trainer.save(folder_of_this)
+        history.append(trainer.train(batch))
+        parallel_state.destroy_model_parallel()
+        trainer = MegatronRank(settings)
+        trainer.load(folder_of_this)
+        history.append(trainer.train(batch))
+        parallel_state.destroy_model_parallel()
+        histories.append((history, logp))
+        del trainer
+    return histories, held
+
+
 def logprobs(folder: str, layout: Layout, precision: str = "bf16"):
     """Log-probs of the sample batch through a whole trainer rank, for every layout, context parallelism included."""
     from trt_rl.trainer.group import assemble

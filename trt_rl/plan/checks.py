@@ -121,6 +121,8 @@ def _recompute_violations(megatron: dict[str, Any]) -> Iterator[str]:
 def _colocation_violations(recipe: Recipe):
     rollout, world = recipe.rollout, recipe.trainer.parallel.layout().world
     if not rollout.colocated:
+        if recipe.trainer.offload:
+            yield f"trainer.offload = {recipe.trainer.offload} makes room for engines on the trainer's GPUs; set rollout.colocated = true, or offload = []"
         return
     if not CAPABILITIES[rollout.engine].sleep:
         able = ", ".join(name for name, c in CAPABILITIES.items() if c.sleep)

@@ -6,12 +6,12 @@ what CUDA, NCCL and the engines' runtimes take is set by hand from the records i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from trt_rl.arch import Arch
-from trt_rl.config import Recipe
+from trt_rl.config import Recipe, TrainerSettings
 from trt_rl.errors import RecipeError
 from trt_rl.layout import Layout
 from trt_rl.plan.checks import recipe_violations
@@ -28,6 +28,8 @@ ENGINE_GIB = 2.5
 """CUDA context, workspaces, graphs and activations of an engine rank."""
 ASLEEP_GIB = 3.0
 """What remains of an engine that sleeps, CUDA context included: vLLM 0.24 on H200, benchmarks/h200/engine."""
+OFFLOADABLE = get_args(get_args(TrainerSettings.model_fields["offload"].annotation)[0])
+"""Components that `trainer.offload` may name."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,20 @@ class TrainerMemory:
     refit_buffers: float
     overhead: float
 
-    @property
-    def resident(self) -> float:
-        """What stays while an engine generates on the same GPU."""
-        return self.weights + self.gradients + self.optimizer + self.refit_buffers + self.overhead
+    def offloaded(self, what: Collection[str]) -> float:
+        """Of it, in host memory while an engine generates; gradients are not kept."""
+        return sum(getattr(self, part) for part in what)
 
-    def at_start(self, precision: str) -> float:
+    def resident(self, offload: Collection[str] = ()) -> float:
+        """What stays while an engine generates on the same GPU."""
+        whole = self.weights + self.gradients + self.optimizer + self.refit_buffers + self.overhead
+        return whole - self.offloaded(offload)
+
+    def at_start(self, precision: str, offload: Collection[str] = ()) -> float:
         """What is there when an engine starts on the same GPU: of the optimizer the FP32 copy of BF16 weights only, Adam's
         moments come with the first update."""
-        return self.resident - self.optimizer * (2 / 3 if precision == "bf16" else 1)
+        moments = 0.0 if "optimizer" in offload else self.optimizer * (2 / 3 if precision == "bf16" else 1)
+        return self.resident(offload) - moments
 
     @property
     def total(self) -> float:
@@ -189,7 +196,7 @@ def violations(recipe: Recipe, arch: Arch, memory_gib: float, worst: TrainerMemo
     """What does not fit a GPU of `memory_gib`, with the nearest settings that would."""
     colocated, rollout = recipe.rollout.colocated, recipe.rollout
     asleep_gib = ASLEEP_GIB if colocated else 0.0
-    beside = worst.at_start(recipe.trainer.precision) if colocated else 0.0
+    beside = worst.at_start(recipe.trainer.precision, recipe.trainer.offload) if colocated else 0.0
     if worst.total + asleep_gib > memory_gib:
         parts = ", ".join(f"{f.name.replace('_', ' ')} {getattr(worst, f.name):.1f}" for f in fields(worst))
         asleep = f", an engine asleep {ASLEEP_GIB}" if colocated else ""
@@ -198,13 +205,15 @@ def violations(recipe: Recipe, arch: Arch, memory_gib: float, worst: TrainerMemo
             f"a trainer rank needs about {worst.total + asleep_gib:.1f} GiB of a GPU's {memory_gib} ({parts}{asleep}); "
             + (f"works: {'; or '.join(works)}" if works else "use more GPUs: larger tp, pp, ep or dp")
         )
-    room = memory_gib - (worst.resident if colocated else 0.0)
+    room = memory_gib - (worst.resident(recipe.trainer.offload) if colocated else 0.0)
     least = engine.weights + engine.overhead + engine.refit_buffers
     where = " beside the trainer" if colocated else ""
+    freed = worst.offloaded(set(OFFLOADABLE) - set(recipe.trainer.offload)) if colocated else 0.0
+    offload = f"set trainer.offload = [{', '.join(OFFLOADABLE)}] ({freed:.1f} GiB), or " if freed else ""
     if least > room:
         yield (
             f"rollout.parallel.tp = {rollout.parallel.tp}: an engine rank needs {least:.1f} GiB without any KV cache, and {max(room, 0):.1f} are "
-            f"free{where}; raise rollout.parallel.tp"
+            f"free{where}; {offload if least <= room + freed else ''}raise rollout.parallel.tp"
             + (", make the trainer smaller, or set rollout.colocated = false" if colocated else "")
         )
     elif engine.sequences < 1:
@@ -213,7 +222,9 @@ def violations(recipe: Recipe, arch: Arch, memory_gib: float, worst: TrainerMemo
             f"({engine.kv_bytes_per_token * longest_sample(recipe) / GIB:.1f}); raise {_CACHE_KEY[rollout.engine]} or rollout.parallel.tp"
         )
     elif engine.total > room:
-        yield f"an engine rank takes {engine.total:.1f} GiB where {room:.1f} are free{where}; use {_smaller(recipe, engine, memory_gib, beside, room)}"
+        if rollout.engine != "vllm" or engine.total > room + freed:  # the others take a share of what is free, so more of it then
+            offload = ""
+        yield f"an engine rank takes {engine.total:.1f} GiB where {room:.1f} are free{where}; {offload}use {_smaller(recipe, engine, memory_gib, beside, room)}"
     elif rollout.engine == "vllm":
         one = number(recipe, "max_model_len", arch.max_positions)
         if one * engine.kv_bytes_per_token > engine.kv_cache * GIB:

@@ -89,7 +89,7 @@ def _plan_gpus(plan: Plan, recipe: Recipe, arch: Arch, table: PrecisionTable, sl
     gpu = GPUS[recipe.cluster.gpu]
     stages = trainer_stages(recipe, arch, slot)
     worst = max(stages, key=lambda stage: stage.total)
-    beside = worst.at_start(recipe.trainer.precision) if recipe.rollout.colocated else 0.0
+    beside = worst.at_start(recipe.trainer.precision, recipe.trainer.offload) if recipe.rollout.colocated else 0.0
     served = engine_rank(recipe, arch, table, gpu.memory_gib, beside, slot)
     plan.memory_gib = _memory(recipe, gpu.memory_gib, stages, worst, served)
     plan.violations += memory_violations(recipe, arch, gpu.memory_gib, worst, served, slot)
@@ -111,9 +111,11 @@ def _memory(recipe: Recipe, memory_gib: float, stages: list[TrainerMemory], wors
         "engine": rounded(engine),
     }
     if recipe.rollout.colocated:
+        resident = worst.resident(recipe.trainer.offload)
         found["colocated"] = {
-            "trainer_resident": round(worst.resident, 2),
+            "trainer_resident": round(resident, 2),
+            "trainer_offloaded": round(worst.offloaded(recipe.trainer.offload), 2),
             "engine_awake": round(engine.total, 2),
-            "generating": round(worst.resident + engine.total, 2),
+            "generating": round(resident + engine.total, 2),
         }
     return found

@@ -23,6 +23,7 @@ from trt_rl.refit.stream import Refit
 from trt_rl.trainer import checkpoint
 from trt_rl.trainer.calibrate import calibrate
 from trt_rl.trainer.model import build_model, start_parallel_state
+from trt_rl.trainer.offload import Offload
 from trt_rl.trainer.optimizer import make_optimizer, make_schedule, wrap
 from trt_rl.trainer.step import Pass, local_rows, logprob_pass, train_pass
 from trt_rl.trainer.weights import gather_hf, load_hf
@@ -46,6 +47,8 @@ class MegatronRank:
         self.loss = partial(clipped_policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip)
         self.member: TrainerMember | None = None
         self.input_scales: dict[str, float] = {}
+        self.offload = Offload(self.model, self.optimizer, trainer.offload)
+        self.offload.out()  # an engine that starts beside this rank measures what is free
 
     def logprobs(self, batch: Batch) -> list[tuple[list[int], torch.Tensor]]:
         """Row numbers and log-probs of this rank's rows; empty where another rank reports them."""
@@ -60,6 +63,7 @@ class MegatronRank:
     def train(self, batch: Batch) -> dict[str, float]:
         """One optimizer update per mini-batch. Metrics are means over the mini-batches, from one rank only."""
         self.model.train()
+        self.offload.back()
         parts, totals = batch.minibatches(self.recipe.trainer.mini_batches), {}
         for part in parts:
             self.model.zero_grad_buffer()
@@ -72,6 +76,7 @@ class MegatronRank:
                 raise FloatingPointError(f"rank {self.rank}: the optimizer refused the update (gradient norm {norm})")
             for name, value in (metrics | {"grad_norm": float(norm), "lr": lr}).items():
                 totals[name] = totals.get(name, 0.0) + value / len(parts)
+        self.offload.out()
         if self.recipe.rollout.colocated:
             torch.cuda.empty_cache()  # what activations took belongs to the engine until the next step
         return totals if self._reports() else {}
@@ -139,11 +144,13 @@ class MegatronRank:
         checkpoint.save(Path(folder), self.model, self.optimizer, self.schedule)
 
     def load(self, folder: str) -> None:
+        self.offload.back()
         checkpoint.load(Path(folder), self.model, self.optimizer, self.schedule)
         settings = self.recipe.trainer.optimizer
         for group in self.optimizer.param_groups:  # the checkpoint brought its own; the recipe may have changed since
             group["max_lr"], group["min_lr"] = settings.lr, settings.min_lr
         self.schedule.step(increment=0)
+        self.offload.out()
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), without config or tokenizer."""
