@@ -18,7 +18,7 @@ from trt_rl.data.prompts import Prompt
 from trt_rl.errors import DataError
 from trt_rl.observe.span import span
 from trt_rl.reward.pool import RewardPool, Score
-from trt_rl.rollout.engine import Completion, Request, Sampling
+from trt_rl.rollout.engine import SEEDS, Completion, Request, Sampling
 from trt_rl.rollout.pool import RolloutPool
 
 
@@ -65,7 +65,7 @@ class Sampler:
 
     def _sampling(self, settings: SamplingSettings, name: str) -> Sampling:
         seed = hashlib.sha256(f"{self.recipe.seed}/{name}".encode()).digest()[:8]
-        return Sampling.of(settings, self.stop_token_ids, int.from_bytes(seed, "big"))
+        return Sampling.of(settings, self.stop_token_ids, int.from_bytes(seed, "big") % SEEDS)
 
     def training_groups(self, stream: object, step: int) -> tuple[list[Group], list[Group]]:
         """The groups to train on in `step`, and all groups that were sampled for it.

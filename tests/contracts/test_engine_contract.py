@@ -76,7 +76,8 @@ def test_logprobs_are_under_the_distribution_that_sampled(engine, folder, temper
 def test_seeds_repeat_and_differ(engine):
     if release(engine) in ("1.2.1", "1.3.0rc15"):
         pytest.skip("TorchSampler of this TensorRT-LLM draws for all requests from one generator (until PR #17172)")
-    first, again, other = run(engine, request("s1", seed=4), request("s2", seed=4), request("s3", seed=5))
+    largest = 2**63 - 1
+    first, again, other = run(engine, request("s1", seed=largest), request("s2", seed=largest), request("s3", seed=5))
     assert first.tokens == again.tokens != other.tokens
 
 
@@ -174,6 +175,7 @@ def test_a_thousand_requests_at_once(engine):
         (dict(top_p=0.0), r"top_p = 0\.0 must be in \(0, 1\]"),
         (dict(top_k=-1), r"top_k = -1 must be at least 0"),
         (dict(max_tokens=0), "max_tokens = 0 must be at least 1"),
+        (dict(seed=2**63), r"seed = 9223372036854775808 must be at least 0 and below 2\*\*63"),
     ],
 )
 def test_bad_requests_are_refused_by_name(engine, bad, message):

@@ -1,19 +1,25 @@
 """SGLang itself behind the adapter: a refit gives every live parameter the bits that SGLang loads from the exported checkpoint.
 
-Options keep to what a machine without FlashAttention 3 can run: Triton attention, no CUDA graphs. Not run yet.
+Options keep to what a machine without FlashAttention 3 can run: Triton attention, no CUDA graphs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import signal
+import threading
+import time
 
+import psutil
 import pytest
 import torch
 
 from tests.support.models import hf_logits, write_model
 from tests.support.refits import connect, move, refit_engine
 from trt_rl.arch import Arch
+from trt_rl.errors import EngineError, EngineLost
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.rollout.engine import Request, Sampling, make_engine
@@ -88,7 +94,9 @@ def test_live_parameters_equal_sglangs_own_loading(tmp_path, kind, format):
         assert [d.logprobs for d in now] == [d.logprobs for d in said]
         if format == "bf16":
             check_logprobs(engine, folder)
+        awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
+        assert torch.cuda.mem_get_info()[0] - awake > 2**30, "less than a GiB came back"
         engine.wake("weights")
         trainer = connect(engine, folder)
         move(trainer, engine, 1)
@@ -100,6 +108,30 @@ def test_live_parameters_equal_sglangs_own_loading(tmp_path, kind, format):
         assert [d.tokens for d in generate(engine, temperature=0.0)] == [d.tokens for d in said]
     finally:
         engine.stop()
+
+
+def test_a_killed_scheduler_ends_waiting_requests(tmp_path):
+    folder = write_model(tmp_path / "model", "dense", dtype=torch.bfloat16, **SIZES)
+    arch = Arch.load(folder)
+    engine = make_engine("sglang", str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy("bf16")), EngineLayout(), OPTIONS)
+    engine.start()
+    refit_engine(engine, folder, 0)
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            asyncio.run(engine.generate(Request("long", (3, 4, 5), Sampling(max_tokens=1000))))
+        except EngineError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=ask, daemon=True)
+    waiting.start()
+    time.sleep(1.0)
+    (scheduler,) = [p for p in psutil.Process().children() if "scheduler" in " ".join([p.name(), *p.cmdline()])]
+    os.kill(scheduler.pid, signal.SIGKILL)
+    waiting.join(60)
+    assert found and isinstance(found[0], EngineLost) and f"SGLang's process {scheduler.pid} has ended" in str(found[0])
+    engine.stop()
 
 
 def check_logprobs(engine, folder) -> None:

@@ -113,7 +113,7 @@ def checkpoint_steps(folder: str, layout: Layout, path: str):
 
 
 def offloaded_steps(folder: str, layout: Layout, path: str, precision: str):
-    """The steps of `checkpoint_steps`, without and with offload, and the bytes that are left of what went out."""
+    """The steps of `checkpoint_steps` without and with offload; bytes of gradient buffers, of host memory, and that the GPU got back."""
     from megatron.core import parallel_state
 
     from trt_rl.trainer.rank import MegatronRank
@@ -125,7 +125,11 @@ def offloaded_steps(folder: str, layout: Layout, path: str, precision: str):
         Path(folder_of_this).mkdir(exist_ok=True)
         history = [trainer.train(batch)]
         gradients = sum(b.grad_data.untyped_storage().size() for b in trainer.model.buffers + trainer.model.expert_parallel_buffers)
-        held.append((gradients, trainer.offload.host_bytes(), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0))
+        trainer.offload.back()
+        inside = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        trainer.offload.out()
+        outside = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        held.append((gradients, trainer.offload.host_bytes(), inside - outside))
         logp = [part for _, part in trainer.logprobs(batch)]  # the weights are there
         dist.barrier()
         trainer.save(folder_of_this)

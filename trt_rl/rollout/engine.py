@@ -22,6 +22,9 @@ from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.capabilities import Capabilities, PauseMode
 
+SEEDS = 2**63
+"""Seeds are below it: engines keep them in signed numbers of 64 bits."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -48,6 +51,8 @@ class Sampling:
             return f"top_k = {self.top_k} must be at least 0 (0 keeps all tokens)"
         if self.max_tokens < 1:
             return f"max_tokens = {self.max_tokens} must be at least 1"
+        if not 0 <= self.seed < SEEDS:
+            return f"seed = {self.seed} must be at least 0 and below 2**63"
         return None
 
 

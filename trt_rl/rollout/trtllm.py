@@ -27,7 +27,7 @@ from trt_rl.refit.member import Agreement
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
-from trt_rl.rollout.engine import Completion, Request, RolloutEngine, Sampling, request_problem
+from trt_rl.rollout.engine import SEEDS, Completion, Request, RolloutEngine, Sampling, request_problem
 from trt_rl.rollout.trtllm_features import FLOOR, probe
 
 _ENVIRONMENT = {
@@ -476,7 +476,7 @@ def _finish(reason: str | None) -> Literal["stop", "length", "abort"]:
 
 def _seed(sampling: Sampling, done: int) -> int:
     """Of what is left of a request: a continued one must not draw its first numbers again."""
-    return (sampling.seed + done) % 2**63
+    return (sampling.seed + done) % SEEDS
 
 
 def _is_death(error: RayError) -> bool:

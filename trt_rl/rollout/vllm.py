@@ -157,7 +157,7 @@ class VllmEngine(RolloutEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed % 2**63,  # vLLM keeps it in a signed number
+            seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # stop tokens are the caller's
             logprobs=0,  # of the sampled token, no others

@@ -11,8 +11,9 @@ def sample(reqs: list[Any], logits: torch.Tensor, deterministic: bool):
     """(request, token, log-prob before truncation, log-prob after it) of each row.
 
     Top-k and top-p look at the same probabilities, both at once. Seeds are read in deterministic mode only; a draw follows
-    from the seed and the position.
+    from the seed and the position. A seed beyond 64 signed bits ends the scheduler, also where seeds are not read.
     """
+    torch.tensor([req.obj.sampling_params.get("sampling_seed", 42) for req in reqs], dtype=torch.int64)
     for req, row in zip(reqs, logits.float(), strict=True):
         params = req.obj.sampling_params
         temperature, top_k = params.get("temperature", 1.0), params.get("top_k", -1)

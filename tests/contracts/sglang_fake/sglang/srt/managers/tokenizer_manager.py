@@ -11,8 +11,6 @@ from typing import Any
 
 from sglang.srt.managers import io_struct as io
 
-_MAX_SEED = 1 << 63
-
 
 @dataclass
 class _State:
@@ -179,5 +177,3 @@ def check_sampling(params: dict[str, Any]) -> None:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}.")
     if top_k != -1 and top_k < 1:
         raise ValueError(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
-    if not 0 <= params.get("sampling_seed", 0) < _MAX_SEED:
-        raise ValueError("sampling_seed must fit a 64-bit integer")
