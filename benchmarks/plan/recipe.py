@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
         model, run = Path(work) / "model", Path(work) / "run"
         write_random_model(ROOT / "examples/shapes" / asked.shape, model)

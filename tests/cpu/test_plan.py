@@ -108,6 +108,20 @@ def test_what_stays_in_memory_is_what_an_h200_measured():
         assert resident == pytest.approx(measured, rel=0.10), (size, resident, measured)
 
 
+def test_a_ranks_peak_is_what_an_h200_measured():
+    """Against benchmarks/h200/plan: two updates with full micro-batches, NVIDIA's own count of what was taken."""
+    records = json.loads((ROOT / "benchmarks/h200/plan/memory.json").read_text())
+    assert len(records) == 4
+    for name, record in records.items():
+        shape, _, cut = name.partition(",")
+        arch = Arch.load(SHAPES / shape)
+        if "of 48 layers" in cut:
+            arch = replace(arch, layers=6, moe_layers=tuple(range(6)))
+        its = recipe(shape, trainer={"microbatch_tokens": record["tokens"], "megatron": record["megatron"]})
+        (memory,) = trainer_stages(its, arch, 0)
+        assert memory.total == pytest.approx(record["measured_gib"]["total"], rel=0.10), (name, memory.total)
+
+
 def test_memory_by_component():
     plan = make_plan(recipe(trainer={"parallel": {"tp": 2, "dp": 2}, "microbatch_tokens": 8192}))
     trainer, count = plan.memory_gib["trainer"], plan.parameters["trainer_rank_of_stage"][0]["total"]

@@ -2,8 +2,8 @@
 
 The adapter lives on an event loop of its own, so that every method may be called from any thread, and calls the
 coroutines of SGLang's tokenizer manager (`Engine`'s own methods block a loop). `sglang_worker.run_command` runs in every
-scheduler process. Written from the source of SGLang 0.5.16 and tested with the contract's stand-in for it
-(tests/contracts/sglang_fake); tests/gpu/test_sglang.py is for the package itself.
+scheduler process. Tested with SGLang 0.5.16 on one GPU (tests/gpu/test_sglang.py), and with a stand-in for it where there is none
+(tests/contracts/sglang_fake).
 """
 
 from __future__ import annotations

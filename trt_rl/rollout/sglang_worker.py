@@ -7,7 +7,7 @@ tensor. SGLang drops what a loader returns and lets its process end on what it r
 the adapter's. Values are written where they are, so CUDA graphs stay valid.
 
 Written from the source of SGLang 0.5.16. On Hopper its FP8 block kernels read weights and scales as a checkpoint has
-them; layouts that kernels rearrange are refused (`refuse_other_layouts`). Met so far: the contract's stand-in for SGLang.
+them; layouts that kernels rearrange are refused (`refuse_other_layouts`).
 """
 
 from __future__ import annotations
