@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -38,6 +40,31 @@ def finished(command: list[str], folder: Path, env: dict[str, str] | None = None
 def test_the_quickstart_learns_through_vllm(tmp_path):
     summary, _ = finished([*TRAIN, "rollout.engine=vllm", "refit.format=bf16", "run.steps=6", *VLLM], tmp_path / "run")
     assert summary["heldout_accuracy_after"] > summary["heldout_accuracy_before"] + 0.1
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; `tests/run.sh --vllm` installs a CPU build"
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="options and format are those of vLLM's CPU build")
+def test_a_run_goes_on_without_a_vllm_that_was_killed(tmp_path):
+    """Its requests are asked again of the other engine, and refits go to that one only."""
+    folder, steps = tmp_path / "run", 5
+    options = ["rollout.engine=vllm", "rollout.replicas=2", "refit.format=bf16", f"run.steps={steps}", "data.validation=null", *VLLM]
+    run = subprocess.Popen([*TRAIN, *options, f"run.folder={folder}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n")) and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.05)
+    cores = [p for p in psutil.Process(run.pid).children(recursive=True) if "EngineCore" in " ".join([p.name(), *p.cmdline()])]
+    if cores:
+        cores[0].kill()
+    said, _ = run.communicate(timeout=400)
+    assert run.returncode == 0 and len(cores) == 2, said[-3000:]
+    summary = json.loads((folder / "summary.json").read_text())
+    (lost,) = summary["engines_lost"].values()
+    print(f"{summary['requests_reissued']} requests asked again; {lost}")
+    assert "vLLM's engine process ended" in lost and summary["steps"] == summary["weight_version"] == steps
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert last["refit/engines"] == 1 and last["weight_version"] == steps
 
 
 @pytest.mark.trtllm

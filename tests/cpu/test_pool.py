@@ -44,6 +44,15 @@ class StandIn:
         await self.open.wait()
         return [(request.id, self.number) for request in requests]
 
+    async def control(self, method: str, *args) -> str:
+        if self.fails == "exit":
+            os._exit(1)
+        if self.fails:
+            from trt_rl import errors
+
+            raise getattr(errors, self.fails)("told to")
+        return method
+
     async def answer(self) -> None:
         self.open.set()
 
@@ -189,6 +198,19 @@ def test_a_refused_request_is_an_error_and_no_death(pool, fails, kind):
         pool.generate([request for i in range(12) for request in group(i)])
     assert not isinstance(failure.value, EngineLost)
     assert (pool.serving, pool.lost, pool.reissued) == ([0, 1, 2], {}, 0)
+
+
+@pytest.mark.parametrize("fails", ["EngineLost", "exit"])
+def test_an_engine_that_ended_while_it_was_idle_does_not_end_the_run(actors, fails):
+    ray.get([actor.behave.remote() for actor in actors[:ENGINES]])
+    pool = pool_of([*actors[:2], actors[ENGINES].remote(2) if fails == "exit" else actors[2]])
+    behave(pool, 2, fails=fails)
+    pool.pause("drain")
+    pool.resume()
+    assert pool.serving == [0, 1] and list(pool.lost) == [2]
+    behave(pool, 1, fails="EngineError")
+    with pytest.raises(EngineError, match="engine 1: told to"):
+        pool.pause("drain")
 
 
 def test_when_all_engines_have_ended_each_is_named(pool):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from trt_rl.errors import RefitError, TrtRlError, WorkerDied
+from trt_rl.errors import EngineLost, RefitError, TrtRlError, WorkerDied
 from trt_rl.processes import settle
 from trt_rl.refit.member import Agreement
 from trt_rl.refit.stream import Refit, Verify
 
 _GRACE_S = 15.0  # a member's own timeout speaks first: it knows whom it waited for
 
-
 Failures = dict[int, TrtRlError]  # by engine
+_ENDED = (WorkerDied, EngineLost)
 
 
 class Party(Protocol):
@@ -43,7 +43,7 @@ class Outcome:
 class RefitSession:
     """Links trainer ranks with engines and moves versions between them.
 
-    An engine that died is not asked again. A version goes in three steps, and each ends before the next begins: *prepare* (weights checked, buffers reserved;
+    An engine that has ended is not asked again. A version goes in three steps, and each ends before the next begins: *prepare* (weights checked, buffers reserved;
     a refusal leaves all engines as they were), *move* (buckets, verified where they land), *commit*. An engine that
     fails is left behind, poisoned; the others commit. It is invited again to the next refit, which is then a full one.
     """
@@ -93,14 +93,14 @@ class RefitSession:
             broken |= {i: r for i, r in zip(took, commits, strict=True) if isinstance(r, TrtRlError)}
             outcome.serving += [i for i in took if i not in broken]
             failed |= broken
-            died = [i for i in broken if isinstance(broken[i], WorkerDied)]
+            died = [i for i in broken if isinstance(broken[i], _ENDED)]
             # Who stood behind a dead engine in a chain did nothing wrong, and is asked again without it.
             waiting = [i for i in broken if i not in died] if died else []
             self.whole = bool(failed)
             if broken:
                 self._disconnect(invited)
         outcome.failed = {i: str(error) for i, error in failed.items() if i not in outcome.serving}
-        self.engines = [i for i in self.engines if not isinstance(failed.get(i), WorkerDied)]  # the dead are not asked again
+        self.engines = [i for i in self.engines if not isinstance(failed.get(i), _ENDED)]  # the dead are not asked again
         if not outcome.serving:
             raise RefitError(f"no engine could take version {version}: " + ("; ".join(outcome.failed.values()) or "all of them have ended"))
         return outcome

@@ -41,7 +41,7 @@ class RolloutPool:
     serving: list[int] = field(default_factory=list)
     """Engines that get requests. One that failed a refit is left out until a later refit commits there."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Engines that ended while they generated, and how."""
+    """Engines that ended, and how."""
     reissued: int = 0
     """Requests given to another engine because theirs ended."""
 
@@ -95,7 +95,8 @@ class RolloutPool:
             completions = outcome_of(done[0], f"engine {engine}")
             rows = [row for group in given for row in group.rows]
             if isinstance(completions, (EngineLost, WorkerDied)):
-                self._lose(engine, completions, queued)
+                self._lose(engine, completions)
+                queued.pop(engine, None)
                 self.reissued += len(rows)
                 waiting.extendleft(reversed(given))
                 continue
@@ -127,9 +128,8 @@ class RolloutPool:
                 ref = self.actors[engine].generate.remote([requests[row] for group in call for row in group.rows])
                 under_way[ref] = (engine, call)
 
-    def _lose(self, engine: int, error: TrtRlError, queued: dict[int, int]) -> None:
-        if engine in queued:
-            del queued[engine]
+    def _lose(self, engine: int, error: TrtRlError) -> None:
+        if engine in self.serving:
             self.lost[engine] = str(error)
             self.serving = [i for i in self.serving if i != engine]
             console.print(f"engine {engine} has ended and its requests go to the others: {error}")
@@ -150,7 +150,14 @@ class RolloutPool:
         settle([self.actors[i].control.remote("wake", what) for i in engines], [f"engine {i}" for i in engines], self.recipe.run.wait_s)
 
     def _control(self, method: str, *args: Any) -> None:
-        self.wait([self.actors[i].control.remote(method, *args) for i in self.serving])
+        """Call all serving engines. One that has ended is lost like one that ends while it generates."""
+        asked = list(self.serving)
+        refs = [self.actors[i].control.remote(method, *args) for i in asked]
+        for engine, answer in zip(asked, settle(refs, [f"engine {i}" for i in asked], self.recipe.run.wait_s), strict=True):
+            if isinstance(answer, (EngineLost, WorkerDied)):
+                self._lose(engine, answer)
+            elif isinstance(answer, TrtRlError):
+                raise answer
 
     def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
         """Start one step of a refit on engines `only` without waiting; see `refit.session`."""

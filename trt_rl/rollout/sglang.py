@@ -25,14 +25,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, EngineLost, RefitError
-from trt_rl.layout import EngineLayout
 from trt_rl.refit.member import Agreement
-from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
-from trt_rl.rollout.engine import Completion, Request, RolloutEngine, Sampling, request_problem
+from trt_rl.rollout.engine import Completion, Request, Sampling, request_problem
+from trt_rl.rollout.hosted import HostedEngine
 from trt_rl.rollout.sglang_worker import LOADER
 
 _SPARE = 6  # positions that SGLang keeps of its context length: it cuts max_new_tokens by 2, and refuses prompts 6 below it
@@ -52,25 +50,16 @@ class _Running:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class SglangEngine(RolloutEngine):
+class SglangEngine(HostedEngine):
     capabilities = CAPABILITIES["sglang"]
+    wait_s = _WAIT_S
 
-    def __init__(
-        self, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, sleep: bool = False, **options: Any
-    ) -> None:
-        """
-        Args:
-            sleep: start the engine so that it can sleep.
-            options: fields of SGLang's `ServerArgs` under its names, e.g. mem_fraction_static, max_running_requests. Without
-                `enable_deterministic_inference` (on unless it is given) SGLang is faster and ignores seeds.
-        """
-        self.model_path, self.arch, self.table, self.layout = model_path, arch, table, EngineLayout(layout.tp, layout.ep)
-        self.can_sleep, self.options = sleep, options
-        self._asleep: set[str] = set()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `HostedEngine`; options are fields of SGLang's `ServerArgs`, e.g. mem_fraction_static, max_running_requests. Without
+        `enable_deterministic_inference` (on unless it is given) SGLang is faster and ignores seeds."""
+        super().__init__(*args, **options)
         self._waiting: set[_Running] = set()
         self._running: set[_Running] = set()
-        self._lock = threading.Lock()
-        self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "continued"), 0)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -82,8 +71,7 @@ class SglangEngine(RolloutEngine):
         settings = self.engine_args()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True).start()
+        self._start_loop()
 
         async def build() -> None:
             from sglang.srt.entrypoints.engine import Engine
@@ -95,7 +83,7 @@ class SglangEngine(RolloutEngine):
             self._manager = self._engine.tokenizer_manager
 
         try:
-            asyncio.run_coroutine_threadsafe(build(), self._loop).result(_WAIT_S)
+            super()._wait(build())  # ours waits for the end of what is not there yet
         except TypeError as error:
             raise EngineError(f"rollout.sglang: {error}; options are the fields of SGLang's ServerArgs") from error
         except _REFUSALS as error:
@@ -144,14 +132,11 @@ class SglangEngine(RolloutEngine):
         """End SGLang's processes. Its own shutdown ends every child of this process, which must have no others."""
         self._fail(EngineLost("the engine was stopped"))
         self._engine.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._stop_loop()
 
-    def health(self) -> dict[str, Any]:
-        return {"version": self.version, "poisoned": self.poisoned, "asleep": sorted(self._asleep), "alive": not self._lost.done()}
-
-    def stats(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._stats)
+    @property
+    def alive(self) -> bool:
+        return not self._lost.done()
 
     def _fail(self, error: EngineLost) -> EngineLost:
         """End all waiting requests with `error`; the engine serves nothing any more."""
@@ -190,12 +175,9 @@ class SglangEngine(RolloutEngine):
         async def finish() -> Any:
             return (await self._finished(work)).result()
 
-        return asyncio.run_coroutine_threadsafe(finish(), self._loop).result(_WAIT_S)
+        return super()._wait(finish())
 
     # --- requests ----------------------------------------------------------------------------------------------
-
-    async def generate(self, request: Request) -> Completion:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._generate(request), self._loop))
 
     async def _generate(self, request: Request) -> Completion:
         problem = request_problem(request, self.arch) or _sampling_problem(request.sampling)
@@ -211,11 +193,10 @@ class SglangEngine(RolloutEngine):
                 if finish is not None:
                     done.finish = finish
                     break
-                self._stats["continued"] += 1
+                self._count(continued=1)
         finally:
             self._running.discard(running)
-        with self._lock:
-            self._stats["requests"] += 1
+        self._count(requests=1)
         return done
 
     async def _enter(self, running: _Running) -> bool:
@@ -262,11 +243,9 @@ class SglangEngine(RolloutEngine):
         logprobs = meta.get(key) or []
         if len(logprobs) != len(tokens):
             raise EngineError(f"request {request.id}: SGLang gave {len(logprobs)} log-probs ({key}) for {len(tokens)} tokens")
-        with self._lock:
-            self._stats["generated_tokens"] += len(tokens)
-            if not done.tokens:
-                self._stats["prefill_tokens"] += len(request.prompt)
-                self._stats["cached_tokens"] += meta.get("cached_tokens") or 0  # nothing of a request that never ran
+        self._count(generated_tokens=len(tokens))
+        if not done.tokens:
+            self._count(prefill_tokens=len(request.prompt), cached_tokens=meta.get("cached_tokens") or 0)  # none if it never ran
         done.logprobs += logprobs if truncated else [entry[0] for entry in logprobs]
         done.tokens += tokens
         done.versions += [version] * len(tokens)

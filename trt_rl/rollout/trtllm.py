@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, field
@@ -19,15 +18,13 @@ from typing import Any, Literal
 
 from ray.exceptions import RayError
 
-from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, EngineLost, RefitError
-from trt_rl.layout import EngineLayout
 from trt_rl.processes import scrub_mpi_variables
 from trt_rl.refit.member import Agreement
-from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
-from trt_rl.rollout.engine import SEEDS, Completion, Request, RolloutEngine, Sampling, request_problem
+from trt_rl.rollout.engine import SEEDS, Completion, Request, Sampling, request_problem
+from trt_rl.rollout.hosted import HostedEngine
 from trt_rl.rollout.trtllm_features import FLOOR, probe
 
 _ENVIRONMENT = {
@@ -59,25 +56,16 @@ class _Gate:
     """What a pause ended is continued after it."""
 
 
-class TrtllmEngine(RolloutEngine):
+class TrtllmEngine(HostedEngine):
     capabilities = CAPABILITIES["trtllm"]
+    wait_s = _WAIT_S
 
-    def __init__(
-        self, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, sleep: bool = False, **options: Any
-    ) -> None:
-        """
-        Args:
-            sleep: start the engine so that it can sleep.
-            options: fields of TensorRT-LLM's `TorchLlmArgs` under its names, e.g. kv_cache_config, max_batch_size.
-        """
-        self.model_path, self.arch, self.table, self.layout = model_path, arch, table, EngineLayout(layout.tp, layout.ep)
-        self.can_sleep, self.options = sleep, options
-        self._asleep: set[str] = set()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `HostedEngine`; options are fields of TensorRT-LLM's `TorchLlmArgs`, e.g. kv_cache_config, max_batch_size."""
+        super().__init__(*args, **options)
         self._running: dict[str, _Running] = {}
         self._lost: asyncio.Future | None = None
         self._llm: Any = None
-        self._lock = threading.Lock()
-        self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "continued"), 0)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -89,8 +77,7 @@ class TrtllmEngine(RolloutEngine):
         self.features = probe()
         self._refuse_release()
         settings = self.llm_args()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="trtllm-engine", daemon=True).start()
+        self._start_loop()
 
         async def build() -> Any:
             from tensorrt_llm import AsyncLLM
@@ -105,7 +92,7 @@ class TrtllmEngine(RolloutEngine):
         try:
             self._llm = self._wait(build())
         except _REFUSALS as error:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._stop_loop()
             raise EngineError(f"TensorRT-LLM {self.features.version} did not start: {type(error).__name__}: {error}") from error
         asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
@@ -175,17 +162,11 @@ class TrtllmEngine(RolloutEngine):
             return
         self._fail(EngineLost("the engine was stopped"))
         self._llm.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._stop_loop()
 
-    def health(self) -> dict[str, Any]:
-        return {"version": self.version, "poisoned": self.poisoned, "asleep": sorted(self._asleep)}
-
-    def stats(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._stats)
-
-    def _wait(self, work: Coroutine) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
+    @property
+    def alive(self) -> bool:
+        return not self._lost.done()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call every worker; the answer of each, in order of ranks. Every rank's answer is checked.
@@ -244,9 +225,6 @@ class TrtllmEngine(RolloutEngine):
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._generate(request), self._loop))
-
     async def _generate(self, request: Request) -> Completion:
         if (problem := request_problem(request, self.arch)) is not None:
             raise EngineError(f"request {request.id}: {problem}")
@@ -262,17 +240,20 @@ class TrtllmEngine(RolloutEngine):
                 done.logprobs += [_logprob(entry, t) for entry, t in zip(output.logprobs, output.token_ids, strict=True)]
                 done.versions += [version] * len(output.token_ids)
                 done.finish = _finish(output.finish_reason)
-                self._count(result)
+                self._count(
+                    generated_tokens=len(output.token_ids),
+                    prefill_tokens=len(result.prompt_token_ids),
+                    cached_tokens=result.cached_tokens or 0,
+                )
                 left = request.sampling.max_tokens - len(done.tokens)
                 if done.finish != "abort" or not self._gate.keep or not left:
                     break
                 running.result = None
                 await self._pass_gate(running)  # a pause that keeps: go on from the tokens there are
-                self._stats["continued"] += not running.aborted.is_set()
+                self._count(continued=not running.aborted.is_set())
         finally:
             self._running.pop(request.id, None)
-        with self._lock:
-            self._stats["requests"] += 1
+        self._count(requests=1)
         return done
 
     async def _once(self, running: _Running, done: Completion) -> Any:
@@ -338,12 +319,6 @@ class TrtllmEngine(RolloutEngine):
             detokenize=False,
             **extra,
         )
-
-    def _count(self, result: Any) -> None:
-        with self._lock:
-            self._stats["generated_tokens"] += len(result.outputs[0].token_ids)
-            self._stats["prefill_tokens"] += len(result.prompt_token_ids)
-            self._stats["cached_tokens"] += result.cached_tokens or 0
 
     def abort(self, request_id: str) -> None:
         if (running := self._running.get(request_id)) is not None:

@@ -1,7 +1,6 @@
 """vLLM behind the engine interface: `AsyncLLM`, token ids in and out, weights written in place by a refit.
 
-The engine lives on an event loop of its own, so that every method may be called from any thread. vLLM keeps its own
-processes for the engine core and the workers; `vllm_worker.RefitExtension` is loaded into each worker.
+vLLM keeps its own processes for the engine core and the workers; `vllm_worker.RefitExtension` is loaded into each worker.
 """
 
 from __future__ import annotations
@@ -10,21 +9,18 @@ import asyncio
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 
-from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, EngineLost, RefitError
-from trt_rl.layout import EngineLayout
 from trt_rl.refit.member import Agreement
-from trt_rl.refit.precision import PrecisionTable
 from trt_rl.refit.stream import Refit
 from trt_rl.rollout.capabilities import CAPABILITIES, PauseMode
-from trt_rl.rollout.engine import Completion, Request, RolloutEngine, request_problem
+from trt_rl.rollout.engine import Completion, Request, request_problem
+from trt_rl.rollout.hosted import HostedEngine
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
 # Besides: no kernels that rearrange or requantize weights after loading; a refit writes them as the checkpoint has them.
@@ -35,26 +31,15 @@ _ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
 }
-_WAIT_S = 600.0  # for one answer of vLLM to a control call
 
 
-class VllmEngine(RolloutEngine):
+class VllmEngine(HostedEngine):
     capabilities = CAPABILITIES["vllm"]
 
-    def __init__(
-        self, model_path: str, arch: Arch, table: PrecisionTable, layout: EngineLayout, sleep: bool = False, **options: Any
-    ) -> None:
-        """
-        Args:
-            sleep: start the engine so that it can sleep.
-            options: fields of vLLM's `AsyncEngineArgs`, under its names, e.g. gpu_memory_utilization, max_num_seqs.
-        """
-        self.model_path, self.arch, self.table, self.layout, self.options = model_path, arch, table, layout, options
-        self.can_sleep = sleep
-        self._asleep: set[str] = set()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `HostedEngine`; options are fields of vLLM's `AsyncEngineArgs`, e.g. gpu_memory_utilization, max_num_seqs."""
+        super().__init__(*args, **options)
         self._running: set[str] = set()
-        self._lock = threading.Lock()
-        self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens"), 0)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -72,8 +57,7 @@ class VllmEngine(RolloutEngine):
             arguments = AsyncEngineArgs(**settings)
         except TypeError as error:
             raise EngineError(f"rollout.vllm: {error}; options are the fields of vLLM's AsyncEngineArgs") from error
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True).start()
+        self._start_loop()
 
         async def build() -> AsyncLLM:
             self._open = asyncio.Event()
@@ -115,17 +99,23 @@ class VllmEngine(RolloutEngine):
 
     def stop(self) -> None:
         self._llm.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._stop_loop()
 
-    def health(self) -> dict[str, Any]:
-        return {"version": self.version, "poisoned": self.poisoned, "asleep": sorted(self._asleep), "alive": not self._llm.errored}
-
-    def stats(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._stats)
+    @property
+    def alive(self) -> bool:
+        return not self._llm.errored
 
     def _wait(self, work: Coroutine) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return super()._wait(work)
+        except EngineDeadError as error:
+            raise self._ended(error) from error
+
+    def _ended(self, error: Exception) -> EngineLost:
+        self.poisoned = f"vLLM's engine process ended: {error}"
+        return EngineLost(self.poisoned)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call every worker; the answer of each, in order of ranks."""
@@ -135,9 +125,6 @@ class VllmEngine(RolloutEngine):
         return answers
 
     # --- requests ----------------------------------------------------------------------------------------------
-
-    async def generate(self, request: Request) -> Completion:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._generate(request), self._loop))
 
     async def _generate(self, request: Request) -> Completion:
         from vllm import SamplingParams
@@ -171,8 +158,7 @@ class VllmEngine(RolloutEngine):
             async for output in self._llm.generate(prompt, parameters, request_id=request.id):
                 last = output
         except EngineDeadError as error:
-            self.poisoned = f"vLLM's engine process ended: {error}"
-            raise EngineLost(f"request {request.id}: {self.poisoned}") from error
+            raise EngineLost(f"request {request.id}: {self._ended(error)}") from error
         finally:
             self._running.discard(request.id)
         result = last.outputs[0]
@@ -180,11 +166,9 @@ class VllmEngine(RolloutEngine):
         done.logprobs = [entry[token].logprob for entry, token in zip(result.logprobs or [], done.tokens, strict=True)]
         done.versions = [version] * len(done.tokens)
         done.finish = result.finish_reason if result.finish_reason in ("stop", "length") else "abort"
-        with self._lock:
-            self._stats["requests"] += 1
-            self._stats["generated_tokens"] += len(done.tokens)
-            self._stats["prefill_tokens"] += len(request.prompt)
-            self._stats["cached_tokens"] += last.num_cached_tokens or 0
+        self._count(
+            requests=1, generated_tokens=len(done.tokens), prefill_tokens=len(request.prompt), cached_tokens=last.num_cached_tokens or 0
+        )
         return done
 
     def abort(self, request_id: str) -> None:
@@ -246,14 +230,10 @@ class VllmEngine(RolloutEngine):
             self._rpc("trt_rl_disconnect")  # the trainer must not wait for this engine
             raise RefitError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before a refit")
         self.poisoned = f"a refit to version {refit.version} has begun and not committed"
-        try:
-            reports = self._rpc("trt_rl_receive", refit.version, refit.verify, refit.full)
-            failures = [answer["failure"] for answer in reports if "failure" in answer]
-            if failures:
-                raise RefitError("; ".join(failures))
-        except Exception as error:  # whatever it was, some live tensors may be of the new version
-            self.poisoned = f"a refit failed: {error}"
-            raise error if isinstance(error, RefitError) else RefitError(self.poisoned) from error
+        reports = self._rpc("trt_rl_receive", refit.version, refit.verify, refit.full)
+        if failures := [answer["failure"] for answer in reports if "failure" in answer]:
+            self.poisoned = f"a refit failed: {'; '.join(failures)}"
+            raise RefitError("; ".join(failures))
         self._received = refit.version
         return reports
 
