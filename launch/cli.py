@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
@@ -70,6 +71,7 @@ def slurm_command(
     try:
         resolved = _sized(recipe, overrides, nodes, gpus_per_node)
         box = Container(container, image, tuple(mount or ()))
+        recipes = _recipes(resolved, replicas)
         job = SlurmJob(
             name=job_name or resolved.name,
             nodes=resolved.cluster.nodes,
@@ -78,6 +80,7 @@ def slurm_command(
             launch_folder=Path.cwd() / resolved.folder / "launch",
             workdir=Path.cwd(),
             driver=_words(command, "--command") or None,
+            recipe=_stem(resolved),
             python=python or ("python" if container != "none" else sys.executable),
             paths=_model_paths(resolved, command),
             time=time,
@@ -97,7 +100,11 @@ def slurm_command(
         if dry_run:
             print(script)
             return
-        _write(job.launch_folder, {"trt_rl.sbatch": script} | _recipes(resolved, replicas))
+        _write(job.launch_folder, {"trt_rl.sbatch": script} | recipes)
+        if requeue and not command and not resolved.run.save_every:
+            typer.echo(
+                f"note: run.save_every = 0: all is lost where a step and a save outlast --grace {grace}; set it, e.g. to 10", err=True
+            )
         if submit_job:
             number = submit(job.script)
             console.print(f"job {number}; its output is {job.launch_folder}/slurm-{number}{'_*' if replicas > 1 else ''}.out")
@@ -132,7 +139,8 @@ def ssh_command(
             raise LaunchError.of("the run cannot be launched", found)
         folder = Path.cwd() / resolved.folder / "launch"
         interpreter = python or sys.executable
-        train = (interpreter, "-m", "trt_rl.cli", "train", str(folder / "recipe.yaml"), "--resume-or-start")
+        recipes = _recipes(resolved, 1)
+        train = (interpreter, "-m", "trt_rl.cli", "train", str(folder / next(iter(recipes))), "--resume-or-start")
         job = ssh.SshJob(
             hosts=machines,
             gpus_per_node=resolved.cluster.gpus_per_node,
@@ -152,7 +160,7 @@ def ssh_command(
         if dry_run:
             print("\n".join(shlex.join(line) for line in job.commands()))
             return
-        _write(folder, _recipes(resolved, 1))
+        _write(folder, recipes)
         code = job.run()
     except TrtRlError as error:
         _refuse(error)
@@ -237,17 +245,21 @@ def _model_paths(recipe: Recipe, command: str) -> tuple[str, ...]:
     return () if command else (str(Path(recipe.model.path) / "config.json"),)
 
 
+def _stem(recipe: Recipe) -> str:
+    """Of its file: another recipe has another name, so that a later launch does not change what a waiting job will read."""
+    return f"recipe-{hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:8]}"
+
+
 def _recipes(recipe: Recipe, replicas: int) -> dict[str, str]:
     """File names and texts: the resolved recipe, for an array one for each task."""
+    stem = _stem(recipe)
     if replicas == 1:
-        found = {"recipe.yaml": recipe}
-    else:
-        found = {}
-        for i in range(replicas):
-            run = recipe.run.model_copy(update={"folder": str(recipe.folder / f"replica_{i}")})
-            found[f"recipe_{i}.yaml"] = recipe.model_copy(update={"seed": recipe.seed + i, "run": run})
-    texts = {name: dump_recipe(one) for name, one in found.items()}
-    return texts
+        return {f"{stem}.yaml": dump_recipe(recipe)}
+    found = {}
+    for i in range(replicas):
+        run = recipe.run.model_copy(update={"folder": str(recipe.folder / f"replica_{i}")})
+        found[f"{stem}_{i}.yaml"] = dump_recipe(recipe.model_copy(update={"seed": recipe.seed + i, "run": run}))
+    return found
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -42,6 +42,7 @@ _POLL_S = 0.2
 _FAILED = "failed: "
 _ATTEMPTS = 5  # `ray start` gives its own processes 30 s, which a busy machine or a slow file system can exceed
 _DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # the driver has ended, and Slurm waits seconds only (KillWait)
+_WITHOUT_RAY_S = 60.0  # for a driver to notice that its cluster has ended
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -248,19 +249,21 @@ def _until_complete(cluster: Cluster, node: Node, asked: Callable[[], bool]) -> 
 
 
 def _drive(driver: subprocess.Popen, stop: Stop, node: Node, while_stdin: bool) -> int:
-    passed_on, lost = 0, False
+    passed_on, lost_at = 0, 0.0
     while driver.poll() is None:
         if while_stdin and not stop.count and _closed(sys.stdin):
             stop.count = 1
         while passed_on < stop.count:
             passed_on += 1
             driver.send_signal(signal.SIGTERM)
-        if not lost and (why := node.ended()):
-            lost = True
+        if not lost_at and (why := node.ended()):
+            lost_at = time.monotonic()
             print(f"error: Ray on the head ended while the driver ran: {why}", file=sys.stderr)
             driver.terminate()
+        if lost_at and time.monotonic() > lost_at + _WITHOUT_RAY_S:
+            break  # it waits for processes that are gone; whoever called ends it
         time.sleep(_POLL_S)
-    code = driver.returncode
+    code = 1 if driver.returncode is None else driver.returncode
     if code == -signal.SIGKILL:
         print("error: the driver was killed by SIGKILL, as the kernel does when memory runs out (see dmesg, sacct MaxRSS)", file=sys.stderr)
     return 128 - code if code < 0 else code
@@ -370,6 +373,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--object-store-bytes", type=int)
     parser.add_argument("--logs", type=Path, help="folder that all nodes share; needed to start Ray")
     parser.add_argument("--deadline", type=float, default=600.0)
+    parser.add_argument("--environment", type=Path, help="JSON file of variables for everything that is started")
     parser.add_argument("--path", action="append", default=[], help="must exist, repeatable")
     parser.add_argument(
         "--while-stdin", action="store_true", help="stop when standard input closes: what started this has ended, or asks for it"
@@ -383,6 +387,8 @@ def main(arguments: list[str]) -> int:
     if given.logs is None and given.role not in ("check", "address"):
         parser.error(f"{given.role} needs --logs")
     try:
+        if given.environment:
+            os.environ.update(json.loads(given.environment.read_text()))
         hosts = Host.parse(given.hosts)
         if given.role == "address":
             address = head_address(hosts, given.ip_version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shlex
@@ -41,6 +42,11 @@ class SshJob:
     def logs(self) -> Path:
         return self.launch_folder / f"ssh.{self.job}"
 
+    @property
+    def environment_file(self) -> Path:
+        """What --env was given: values may be secrets, and command lines can be read by every user of a host."""
+        return self.launch_folder / f"ssh.{self.job}.environment.json"
+
     def problems(self) -> list[str]:
         values = [str(self.launch_folder), str(self.workdir), self.python, *self.driver, *self.paths, *self.environment]
         found = [f"{v!r} holds NUL, which no command line can carry" for v in values if "\0" in v]
@@ -55,10 +61,10 @@ class SshJob:
     def on(self, host: Host, role: str, *arguments: str) -> list[str]:
         """A command line that runs `launch.ray_cluster` there. ssh gives its arguments to a shell, so they are quoted once more."""
         names = {k: v for k, v in os.environ.items() if k.startswith("NCCL_") or k in ("PYTHONPATH", "GLOO_SOCKET_IFNAME")}
-        names |= dict(pair.split("=", 1) for pair in self.environment)
         hosts = ",".join(f"{h.name}={h.address}" for h in self.hosts)
         program = ["env", *(f"{k}={v}" for k, v in sorted(names.items())), self.python, "-m", "launch.ray_cluster", role]
-        program += ["--hosts", hosts, "--me", host.name, "--job", str(self.job), "--first-port", str(self.first_port), *arguments]
+        program += ["--hosts", hosts, "--me", host.name, "--job", str(self.job), "--first-port", str(self.first_port)]
+        program += [*(["--environment", str(self.environment_file)] if self.environment else []), *arguments]
         return [*self.ssh, host.name, f"cd {shlex.quote(str(self.workdir))} && exec {shlex.join(program)}"]
 
     def checks(self) -> dict[str, list[str]]:
@@ -100,6 +106,16 @@ class SshJob:
             LaunchError: a host lacks something; nothing was started.
         """
         self.commands()
+        if self.environment:
+            self.launch_folder.mkdir(parents=True, exist_ok=True)
+            self.environment_file.touch(mode=0o600)
+            self.environment_file.write_text(json.dumps(dict(pair.split("=", 1) for pair in self.environment)))
+        try:
+            return self._run()
+        finally:
+            self.environment_file.unlink(missing_ok=True)
+
+    def _run(self) -> int:
         self._check()
         found = self._asked(self.address())
         lines = found.stdout.strip().splitlines()  # a login shell may say something first

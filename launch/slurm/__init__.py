@@ -27,6 +27,8 @@ class SlurmJob:
     workdir: Path
     driver: tuple[str, ...] | None = None
     """Instead of `trt-rl train` with the recipe in the launch folder."""
+    recipe: str = "recipe"
+    """Name of that file without `.yaml`; of an array's, `_TASK` follows."""
     python: str = "python"
     paths: tuple[str, ...] = ()
     """That must exist on every node, e.g. the model's folder."""
@@ -87,7 +89,7 @@ class SlurmJob:
         """
         if found := [*refused, *self.problems()]:
             raise LaunchError.of("the job cannot be launched", found)
-        recipe = '"$launch_folder/recipe$replica.yaml"'
+        recipe = f'"$launch_folder/{self.recipe}$replica.yaml"'
         driver = _words(self.driver) if self.driver else f'"$python" -m trt_rl.cli train {recipe} --resume-or-start'
         container, ray, quote = self.container, [], shlex.quote
         ray += [f"--cpus={self.cpus_per_node}"] if self.cpus_per_node else []

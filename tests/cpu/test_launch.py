@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-from launch import hosts, needs, ssh
+from launch import hosts, needs, ray_cluster, ssh
 from launch.containers import Container
 from launch.hosts import Host, LaunchError, head_address, ports_of
 from launch.kuberay import RayJob
@@ -153,7 +153,8 @@ def test_a_replica_takes_its_own_recipe(stand_in, tmp_path):
     done = cli("slurm", str(QUICKSTART), "--replicas=3", "--gpus-per-node=0", f"run.folder={tmp_path}/run")
     assert done.returncode == 0, done.stdout
     for i in range(3):
-        one = load_recipe(tmp_path / f"run/launch/recipe_{i}.yaml")
+        (file,) = (tmp_path / "run/launch").glob(f"recipe-*_{i}.yaml")
+        one = load_recipe(file)
         assert (one.seed, one.run.folder) == (1 + i, f"{tmp_path}/run/replica_{i}")
     assert "#SBATCH --array=0-2\n" in (tmp_path / "run/launch/trt_rl.sbatch").read_text()
 
@@ -222,7 +223,13 @@ def test_without_slurm_the_script_is_still_written(tmp_path):
     programs.mkdir()
     done = cli("slurm", str(QUICKSTART), "--gpus-per-node=0", f"run.folder={path}", "--submit", PATH=str(programs))
     assert done.returncode == 2 and "Slurm is not installed here (no sbatch on PATH)" in done.stdout
-    assert (path / "launch/trt_rl.sbatch").exists() and load_recipe(path / "launch/recipe.yaml").run.folder == str(path)
+    (recipe,) = (path / "launch").glob("recipe-*.yaml")
+    assert f'"$launch_folder/{recipe.stem}$replica.yaml"' in (path / "launch/trt_rl.sbatch").read_text()
+    assert load_recipe(recipe).run.folder == str(path)
+    assert "note: run.save_every = 0: all is lost" in done.stderr
+    again = cli("slurm", str(QUICKSTART), "--gpus-per-node=0", f"run.folder={path}", "run.save_every=10")
+    assert again.returncode == 0 and not again.stderr
+    assert len(list((path / "launch").glob("recipe-*.yaml"))) == 2, "a waiting job's recipe was replaced"
     dry = cli("slurm", str(QUICKSTART), "--gpus-per-node=0", f"run.folder={tmp_path}/dry", "--dry-run")
     assert dry.returncode == 0 and dry.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=quickstart\n") and not (tmp_path / "dry").exists()
 
@@ -474,3 +481,18 @@ def test_a_rayjob_that_cannot_run_is_refused_with_all_reasons():
     assert done.returncode == 2 and "model.path = examples/quickstart/model is not on one of /v" in done.stdout
     done = cli("kuberay", str(QUICKSTART), "--image=i", "--volume=v:/v", "run.folder=/v/run", "model.path=/v/model", NCCL_DEBUG="INFO")
     assert done.returncode == 0 and "- name: NCCL_DEBUG\n" in done.stdout
+
+
+def test_a_driver_that_hangs_after_rays_end_is_left_to_be_ended(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(ray_cluster, "_WITHOUT_RAY_S", 0.5)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        gone = SimpleNamespace(ended=lambda: "it ended")
+        assert ray_cluster._drive(driver, SimpleNamespace(count=0), gone, while_stdin=False) == 1
+        assert driver.poll() is None and "Ray on the head ended while the driver ran: it ended" in capsys.readouterr().err
+    finally:
+        driver.kill()
+        driver.wait()

@@ -411,3 +411,25 @@ def test_a_recipe_overrides_the_cluster():
     its = load_recipe(ROOT / "examples/quickstart/recipe.yaml", ["cluster.gpus_per_node=2", "cluster.gpu=b200"])
     plan = make_plan(its)
     assert plan.cluster["nodes"] == 2 and plan.memory_gib["of_a_gpu"] == GPUS["b200"].memory_gib
+
+
+def test_names_in_trainer_megatron_are_megatrons():
+    import dataclasses
+
+    from megatron.core.transformer import TransformerConfig
+
+    from trt_rl.plan import megatron
+
+    assert megatron.config_fields() == {field.name for field in dataclasses.fields(TransformerConfig)}
+    (text,) = make_plan(recipe(trainer={"megatron": {"recompute_granularty": "full"}})).violations
+    assert text.endswith("is no field of Megatron-core's TransformerConfig; did you mean 'recompute_granularity'?")
+
+
+def test_without_megatron_its_names_are_not_checked_and_the_plan_says_so(monkeypatch):
+    from trt_rl.plan import megatron
+
+    monkeypatch.setattr(megatron.importlib.util, "find_spec", lambda name: None)
+    megatron.config_fields.cache_clear()
+    plan = make_plan(recipe(trainer={"megatron": {"recompute_granularty": "full"}, "parallel": {"tp": 8}}))
+    megatron.config_fields.cache_clear()
+    assert not plan.violations and any("names in trainer.megatron were not checked" in note for note in plan.notes)

@@ -144,7 +144,7 @@ def test_training_on_both_nodes_interrupted_requeued_resumed(slurm, jobs):
     slurm.cancel(job.number, "--batch", "--signal=USR1")
     job.until(lambda: list(job.folder.glob("checkpoints/step_??????/state.json")), "a checkpoint")
     saved = max(int(p.name.removeprefix("step_")) for p in job.folder.glob("checkpoints/step_??????"))
-    recipe = job.launch / "recipe.yaml"
+    (recipe,) = job.launch.glob("recipe-*.yaml")
     tree = yaml.safe_load(recipe.read_text())
     tree["run"]["steps"] = saved + 1
     recipe.write_text(yaml.safe_dump(tree))  # read when the job starts again: one more step, then it is done

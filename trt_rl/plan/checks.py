@@ -11,6 +11,7 @@ from trt_rl.config import OWNED_ENGINE, OWNED_MEGATRON, Recipe
 from trt_rl.errors import ModelError, RecipeError, RefitError
 from trt_rl.layout import divisors
 from trt_rl.plan.gpus import GPUS
+from trt_rl.plan.megatron import unknown_fields
 from trt_rl.plan.seating import Seating
 from trt_rl.refit.engine_shards import violations as engine_violations
 from trt_rl.refit.precision import BLOCK, PrecisionTable
@@ -102,6 +103,7 @@ def recipe_violations(recipe: Recipe) -> Iterator[str]:
         yield f"refit.delta = true works with refit.transport gloo or nccl, not {recipe.refit.transport}; turn one of them off"
     for key in trainer.megatron.keys() & OWNED_MEGATRON.keys():
         yield f"trainer.megatron.{key} is set by trt_rl from {OWNED_MEGATRON[key]}; remove it"
+    yield from unknown_fields(trainer.megatron)
     yield from _recompute_violations(trainer.megatron)
     for engine, owned in OWNED_ENGINE.items():
         for key in getattr(rollout, engine).keys() & owned.keys():

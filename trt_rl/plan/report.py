@@ -11,6 +11,7 @@ from trt_rl.errors import ModelError, RecipeError
 from trt_rl.plan.checks import cluster_violations, violations
 from trt_rl.plan.counts import Counts, of_stages
 from trt_rl.plan.gpus import GPUS, speeds_of
+from trt_rl.plan.megatron import config_fields
 from trt_rl.plan.memory import EngineMemory, TrainerMemory, engine_rank, trainer_stages
 from trt_rl.plan.memory import violations as memory_violations
 from trt_rl.plan.projection import Rates, most_at_once, project
@@ -64,6 +65,8 @@ def make_plan(recipe: Recipe, rates: Rates | None = None, speeds: Speeds | None 
     }
     if recipe.cluster.gpus_per_node:
         plan.violations += cluster_violations(recipe, seating)
+    if recipe.trainer.megatron and not config_fields():
+        plan.notes.append("Megatron-core is not installed here: the names in trainer.megatron were not checked")
     table = PrecisionTable.build(arch, recipe.refit.policy())
     speeds = speeds or speeds_of(gpu)
     traffic = moved(recipe, arch, table, seating, speeds)
