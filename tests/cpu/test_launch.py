@@ -487,9 +487,10 @@ def test_a_driver_that_hangs_after_rays_end_is_left_to_be_ended(monkeypatch, cap
     from types import SimpleNamespace
 
     monkeypatch.setattr(ray_cluster, "_WITHOUT_RAY_S", 0.5)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    driver = subprocess.Popen([sys.executable, "-c", code])
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
+        assert driver.stdout.readline() == "deaf\n"
         gone = SimpleNamespace(ended=lambda: "it ended")
         assert ray_cluster._drive(driver, SimpleNamespace(count=0), gone, while_stdin=False) == 1
         assert driver.poll() is None and "Ray on the head ended while the driver ran: it ended" in capsys.readouterr().err
