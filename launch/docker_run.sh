@@ -127,6 +127,21 @@ for mount in "${mounts[@]}"; do
     fi
 done
 
+# In a Hugging Face cache a model's files are links to another folder, which the container needs as well.
+if [ -n "$model" ] && [ -d "$model" ]; then
+    while IFS= read -r link; do
+        target=$(realpath -m -- "$link") reached=no folders=("$model")
+        case $model in /*) folders+=("${mounts[@]%:rw}") ;; esac # a relative path has another place in the container
+        for folder in "${folders[@]}"; do
+            case $target in "$(realpath -m -- "$folder")"/*) reached=yes ;; esac
+        done
+        if [ "$reached" = no ]; then
+            problems+=("model.path = $model: $(basename "$link") is a link to $target, which the container does not see; give the absolute path and --mount with a folder that holds both, or copy the model with: hf download NAME --local-dir FOLDER")
+            break
+        fi
+    done < <(find "$model" -maxdepth 1 -type l)
+fi
+
 # A run that the container writes elsewhere would go with it.
 if [ -n "$run_folder" ]; then
     kept=no

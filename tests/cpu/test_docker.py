@@ -98,6 +98,18 @@ def test_what_a_recipe_names_is_mounted_where_the_container_looks_for_it(here, t
     assert mounts(dry("doctor", "--recipe", "recipe.yaml", cwd=here)).keys() >= {"/workspace/recipe.yaml", "/workspace/models/tiny one"}
 
 
+def test_a_model_in_a_cache_of_links_needs_the_cache(here, tmp_path):
+    cache = tmp_path / "hub/models--Qwen"
+    snapshot = cache / "snapshots/1"
+    (cache / "blobs").mkdir(parents=True), snapshot.mkdir(parents=True)
+    (cache / "blobs/ab").touch()
+    (snapshot / "config.json").symlink_to("../../blobs/ab")
+    done = docker_run("--dry-run", "train", "recipe.yaml", f"model.path={snapshot}", cwd=here)
+    assert done.returncode == 2 and f"config.json is a link to {cache}/blobs/ab, which the container does not see" in done.stderr
+    command = dry("--mount", str(cache), "train", "recipe.yaml", f"model.path={snapshot}", cwd=here)
+    assert {str(cache), str(snapshot)} <= mounts(command).keys()
+
+
 def test_all_that_is_wrong_comes_in_one_error_before_docker_starts(here, tmp_path):
     no_docker = tmp_path / "bin"
     no_docker.mkdir()
