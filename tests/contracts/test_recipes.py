@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,10 @@ def test_recipes_fit_the_cluster_that_they_name(name):
         assert algo.dynamic_sampling.enabled and algo.overlong.enabled and recipe.correct_importance and recipe.refit.format == "fp8_block"
     text = (ROOT / f"examples/{name}/README.md").read_text()
     assert f"{plan.projection['step_s']:.0f} s for" in text, "the README's figures are those of another plan"
+    for alternative in re.findall(r"projected at (\d+) s a step: `(.*)`", text):
+        overrides = [f"model.path={ROOT}/examples/shapes/{RECIPES[name]}", *shlex.split(alternative[1])]
+        other = make_plan(load_recipe(ROOT / f"examples/{name}/recipe.yaml", overrides))
+        assert not other.violations and f"{other.projection['step_s']:.0f}" == alternative[0]
     assert f"trt-rl plan examples/{name}/recipe.yaml" in text and "launch/docker_run.sh" in text and "trt-rl launch slurm" in text
 
 
