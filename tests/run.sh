@@ -25,7 +25,7 @@ if [ "${1:-}" = "--slurm" ]; then
     shift
     bash tests/slurm/setup.sh || echo "== tests/slurm will be skipped, for the reason above" >&2
     echo "== pytest tests/slurm $*"
-    exec .venv/bin/python -m pytest tests/slurm "$@"
+    exec .venv/bin/python -m pytest tests/slurm --long "$@"
 fi
 echo "== pytest tests/cpu tests/contracts tests/slurm $*"
 bash tests/slurm/setup.sh || echo "== tests/slurm will be skipped, for the reason above" >&2

@@ -57,6 +57,7 @@ LAYOUTS = {  # what changes besides: fewer replicas and stages' ranks, the same 
     ],
     # vLLM's CPU build cannot sleep: the same code with another engine.
     "grpo_qwen3_1p7b_gsm8k": [
+        "trainer.offload=[gradients, optimizer]",
         "rollout.engine=trtllm",
         "data.train.source=tests.support.tasks:gsm8k_rows",
         "data.validation.source=tests.support.tasks:gsm8k_rows",

@@ -137,17 +137,26 @@ def test_what_a_node_lacks_is_found_before_ray_starts(slurm, tmp_path):
     assert "nothing was started" in text and not list(job.launch.glob("*/*.log"))
 
 
+def one_more_step(job: Job, saved: int) -> None:
+    """Change what the job reads when it starts again: one step after the checkpoint, then it is done."""
+    (recipe,) = job.launch.glob("recipe-*.yaml")
+    tree = yaml.safe_load(recipe.read_text())
+    tree["run"]["steps"] = saved + 1
+    recipe.write_text(yaml.safe_dump(tree))
+
+
+def last_saved(job: Job) -> int:
+    return max((int(p.parent.name.removeprefix("step_")) for p in job.folder.glob("checkpoints/step_??????/state.json")), default=0)
+
+
 def test_training_on_both_nodes_interrupted_requeued_resumed(slurm, jobs):
     job = jobs["training"]
     metrics = job.folder / "metrics.jsonl"
     job.until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), "the first step")
     slurm.cancel(job.number, "--batch", "--signal=USR1")
-    job.until(lambda: list(job.folder.glob("checkpoints/step_??????/state.json")), "a checkpoint")
-    saved = max(int(p.name.removeprefix("step_")) for p in job.folder.glob("checkpoints/step_??????"))
-    (recipe,) = job.launch.glob("recipe-*.yaml")
-    tree = yaml.safe_load(recipe.read_text())
-    tree["run"]["steps"] = saved + 1
-    recipe.write_text(yaml.safe_dump(tree))  # read when the job starts again: one more step, then it is done
+    job.until(lambda: last_saved(job), "a checkpoint")
+    saved = last_saved(job)
+    one_more_step(job, saved)
     shown, text = job.wait(), job.text()
     assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("COMPLETED", "0:0", "1"), text
     assert "interrupted: back into the queue" in text and f"step {saved}, weight version" in text.partition("attempt 2")[2]
@@ -189,6 +198,29 @@ def test_two_jobs_share_the_machines(slurm, jobs):
     logs = next(path for path in one.launch.iterdir() if path.is_dir())
     assert {"n1.log", "n2.log", "n1.ray", "n2.ray"} <= {path.name for path in logs.iterdir()}
     assert not one.left_behind() and not two.left_behind()
+
+
+@pytest.mark.slow  # Slurm counts time limits in minutes
+def test_before_the_time_limit_slurm_has_it_saved_and_requeued(slurm, tmp_path):
+    job = submit(slurm, tmp_path / "run", "--time=3", "--grace=120", *TRAINING)
+    job.until(lambda: last_saved(job), "a checkpoint that Slurm's own signal asked for")
+    one_more_step(job, last_saved(job))
+    shown, text = job.wait(), job.text()
+    assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0") and int(shown["Restarts"]) >= 1, text
+    assert "interrupted: back into the queue" in text and "resumed from" in text and "TIME LIMIT" not in text
+    assert not job.left_behind()
+
+
+@pytest.mark.slow
+def test_an_array_of_replicas(slurm, tmp_path):
+    whole = submit(slurm, tmp_path / "run", "--replicas=2", *TRAINING, "run.steps=2")
+    for i in range(2):
+        task = Job(slurm, f"{whole.number}_{i}", whole.folder, whole.mark)
+        shown = task.wait()
+        assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), task.text()
+        assert json.loads((task.folder / f"replica_{i}/summary.json").read_text())["steps"] == 2
+        assert yaml.safe_load((task.folder / f"replica_{i}/recipe.yaml").read_text())["seed"] == 1 + i
+    assert not (whole.folder / "summary.json").exists()
 
 
 def test_a_job_over_its_memory_is_killed(jobs):
