@@ -359,6 +359,20 @@ def watch_arguments(cluster: Cluster) -> list[str]:
     return given + (["--cpus", str(cluster.cpus)] if cluster.cpus else [])
 
 
+_ENVIRONMENT = "--environment-on-stdin"
+
+
+def _take_environment() -> None:
+    """Begin anew with the variables in the first line of standard input, JSON: the interpreter reads some of them itself."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):  # one at a time: what follows is for later
+            sys.exit(f"error: {_ENVIRONMENT}: standard input ended before the line of variables")
+        line += byte
+    own = [argument for argument in sys.argv[1:] if argument != _ENVIRONMENT]
+    os.execve(sys.executable, [sys.executable, "-m", "launch.ray_cluster", *own], os.environ | json.loads(line))
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.ray_cluster", description=__doc__)
     parser.add_argument("role", choices=("check", "address", "head", "worker", "watch"))
@@ -373,7 +387,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--object-store-bytes", type=int)
     parser.add_argument("--logs", type=Path, help="folder that all nodes share; needed to start Ray")
     parser.add_argument("--deadline", type=float, default=600.0)
-    parser.add_argument("--environment", type=Path, help="JSON file of variables for everything that is started")
     parser.add_argument("--path", action="append", default=[], help="must exist, repeatable")
     parser.add_argument(
         "--while-stdin", action="store_true", help="stop when standard input closes: what started this has ended, or asks for it"
@@ -387,8 +400,6 @@ def main(arguments: list[str]) -> int:
     if given.logs is None and given.role not in ("check", "address"):
         parser.error(f"{given.role} needs --logs")
     try:
-        if given.environment:
-            os.environ.update(json.loads(given.environment.read_text()))
         hosts = Host.parse(given.hosts)
         if given.role == "address":
             address = head_address(hosts, given.ip_version)
@@ -418,4 +429,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if _ENVIRONMENT in sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]:
+        _take_environment()
     sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -43,9 +44,10 @@ class SshJob:
         return self.launch_folder / f"ssh.{self.job}"
 
     @property
-    def environment_file(self) -> Path:
-        """What --env was given: values may be secrets, and command lines can be read by every user of a host."""
-        return self.launch_folder / f"ssh.{self.job}.environment.json"
+    def first_line(self) -> bytes:
+        """Of every process's standard input, what --env was given: values may be secrets, and every user of a host can read
+        command lines."""
+        return json.dumps(dict(pair.split("=", 1) for pair in self.environment)).encode() + b"\n" if self.environment else b""
 
     def problems(self) -> list[str]:
         values = [str(self.launch_folder), str(self.workdir), self.python, *self.driver, *self.paths, *self.environment]
@@ -64,7 +66,7 @@ class SshJob:
         hosts = ",".join(f"{h.name}={h.address}" for h in self.hosts)
         program = ["env", *(f"{k}={v}" for k, v in sorted(names.items())), self.python, "-m", "launch.ray_cluster", role]
         program += ["--hosts", hosts, "--me", host.name, "--job", str(self.job), "--first-port", str(self.first_port)]
-        program += [*(["--environment", str(self.environment_file)] if self.environment else []), *arguments]
+        program += [*(["--environment-on-stdin"] if self.environment else []), *arguments]
         return [*self.ssh, host.name, f"cd {shlex.quote(str(self.workdir))} && exec {shlex.join(program)}"]
 
     def checks(self) -> dict[str, list[str]]:
@@ -106,22 +108,12 @@ class SshJob:
             LaunchError: a host lacks something; nothing was started.
         """
         self.commands()
-        if self.environment:
-            self.launch_folder.mkdir(parents=True, exist_ok=True)
-            self.environment_file.touch(mode=0o600)
-            self.environment_file.write_text(json.dumps(dict(pair.split("=", 1) for pair in self.environment)))
-        try:
-            return self._run()
-        finally:
-            self.environment_file.unlink(missing_ok=True)
-
-    def _run(self) -> int:
         self._check()
         found = self._asked(self.address())
         lines = found.stdout.strip().splitlines()  # a login shell may say something first
         if found.returncode or not lines:
             raise LaunchError(f"{self.hosts[0].name}: {found.stderr.strip() or 'said nothing where its address was asked'}")
-        started = {name: _start(command) for name, command in self.nodes(lines[-1].split()[0]).items()}
+        started = {name: _start(command, self.first_line) for name, command in self.nodes(lines[-1].split()[0]).items()}
         head = started[self.hosts[0].name]
         try:
             return self._wait(head)
@@ -134,7 +126,8 @@ class SshJob:
     def _asked(self, command: list[str]) -> subprocess.CompletedProcess:
         limit_s = self.ready_timeout_s
         try:
-            return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=limit_s)
+            said = self.first_line.decode()
+            return subprocess.run(command, capture_output=True, text=True, check=False, input=said, timeout=limit_s)
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(command, 124, "", f"no answer within {limit_s:g} s (--ready-timeout)")
 
@@ -181,8 +174,12 @@ class SshJob:
         return head.returncode if head.returncode >= 0 else 128 - head.returncode
 
 
-def _start(command: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is ours to pass on
+def _start(command: list[str], first_line: bytes) -> subprocess.Popen:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is ours to pass on
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, which its exit code tells
+        process.stdin.write(first_line)
+        process.stdin.flush()
+    return process
 
 
 def _let_end(process: subprocess.Popen) -> None:

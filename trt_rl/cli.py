@@ -60,9 +60,9 @@ def train(
     except TrtRlError as error:
         console.print(f"{type(error).__name__}: {error}")
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.print("stopped at once, without a checkpoint")
-        raise typer.Exit(128 + signal.SIGINT) from None
+        raise typer.Exit(128 + next(iter(interrupt.args), signal.SIGINT)) from None
     _show(summary)
     if summary["interrupted"]:
         raise typer.Exit(128 + signal.SIGINT)

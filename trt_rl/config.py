@@ -200,7 +200,8 @@ class TrainerSettings(Section):
     """Tokens whose logits are FP32 at once."""
     optimizer: OptimizerSettings = OptimizerSettings()
     offload: list[Literal["gradients", "optimizer"]] = []
-    """What leaves the GPU for host memory while engines generate there; with `rollout.colocated`."""
+    """What leaves the GPU while engines generate there: optimizer states for host memory, gradients for good, because the next
+    step makes new ones. With `rollout.colocated`."""
     megatron: dict[str, Any] = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity."""
 

@@ -29,6 +29,10 @@ class WorkerDied(TrtRlError):
     """A process of the run ended before its work was done."""
 
 
+class WorkerSilent(WorkerDied):
+    """A process of the run did not answer in time. Refits count it among the dead; it may hold what it had."""
+
+
 class WorkerFailed(TrtRlError):
     """A process of the run raised something that no one foresaw; the message holds its traceback."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from trt_rl.errors import TrtRlError, WorkerDied, WorkerFailed
+from trt_rl.errors import TrtRlError, WorkerDied, WorkerFailed, WorkerSilent
 
 _DEATH_NOTICE_S = 3.0  # how long Ray may take to report a death that its peers have already felt
 
@@ -19,7 +19,8 @@ def gather(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
     """Results of `refs` in order; the first failure ends the wait at once, whichever part it came from.
 
     Raises:
-        WorkerDied: a process ended, or none of the remaining ones answered within `timeout_s`.
+        WorkerDied: a process ended.
+        WorkerSilent: none of the remaining ones answered within `timeout_s`.
         WorkerFailed: a part raised something unexpected; the message holds its traceback.
         TrtRlError: what a part raised for the user, as it raised it.
     """
@@ -29,7 +30,7 @@ def gather(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
         done, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
         if not done:
             waiting = ", ".join(sorted(name_of[ref] for ref in pending))
-            raise WorkerDied(f"no answer within {timeout_s:.0f} s from: {waiting}")
+            raise WorkerSilent(f"no answer within {timeout_s:.0f} s from: {waiting}")
         failure = _failure(done[0], name_of[done[0]])
         if isinstance(failure, WorkerFailed):
             # A lost connection is usually the echo of a peer's death: let the death speak first.
@@ -47,7 +48,7 @@ def settle(refs: Sequence[ray.ObjectRef], names: Sequence[str], timeout_s: float
     finished, results = set(done), []
     for ref, name in zip(refs, names, strict=True):
         if ref not in finished:
-            results.append(WorkerDied(f"no answer within {timeout_s:.0f} s from: {name}"))
+            results.append(WorkerSilent(f"no answer within {timeout_s:.0f} s from: {name}"))
         else:
             results.append(outcome_of(ref, name))
     return results

@@ -86,6 +86,8 @@ class Run:
             self._claim_folder()  # only now: a mistake found above costs nothing that was there
             with span("start"):
                 self._start_processes()
+            if not self.recipe.trainer.offload:
+                self._restore()
             self._calibrate()
             self.log = MetricLog(self.folder, self.recipe.run.tensorboard, self.step)
             self.ready = True
@@ -104,7 +106,7 @@ class Run:
 
     def _interrupt(self, signum, frame) -> None:
         if self.interrupted or not self.ready:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signum)
         self.interrupted = True
         console.print("interrupt: finishing this step, then saving a checkpoint (again to stop at once)")
 
@@ -214,7 +216,10 @@ class Run:
 
     def _build_trainer(self) -> None:
         self.trainer.build()
-        self._restore()
+        if self.recipe.trainer.offload:
+            # It passes over the GPU on its way to host memory. Without offload Adam's moments stay there, and come after the
+            # engines have measured what is free, as in a run that is not resumed.
+            self._restore()
 
     def _calibrate(self) -> None:
         """fp8_per_tensor needs the magnitude of activations: of the policy that the run starts with, on its prompts."""
@@ -278,12 +283,14 @@ class Run:
                 self.pool.pause("drain")
             self.version += 1
             outcome = self.session.run(self.version)
+            for engine in outcome.failed.keys() - set(self.session.engines):
+                self.pool.lose(engine, outcome.failed[engine])
             self.pool.serving = outcome.serving
             if self.asleep:
                 self.pool.wake("kv_cache", self.session.engines)
                 self.asleep = False
             self.pool.resume()
-        for engine, reason in outcome.failed.items():
+        for engine, reason in outcome.failed.items() - self.pool.lost.items():
             console.print(f"engine {engine} did not take version {self.version} and serves nothing: {reason}")
         self.summary["refit_bytes"] = outcome.bytes
         if self.recipe.refit.delta:

@@ -430,6 +430,8 @@ def test_without_megatron_its_names_are_not_checked_and_the_plan_says_so(monkeyp
 
     monkeypatch.setattr(megatron.importlib.util, "find_spec", lambda name: None)
     megatron.config_fields.cache_clear()
-    plan = make_plan(recipe(trainer={"megatron": {"recompute_granularty": "full"}, "parallel": {"tp": 8}}))
-    megatron.config_fields.cache_clear()
+    try:
+        plan = make_plan(recipe(trainer={"megatron": {"recompute_granularty": "full"}, "parallel": {"tp": 8}}))
+    finally:
+        megatron.config_fields.cache_clear()
     assert not plan.violations and any("names in trainer.megatron were not checked" in note for note in plan.notes)

@@ -92,6 +92,8 @@ def test_a_run_over_ssh_that_is_asked_to_stop(ssh, tmp_path, version):
     while "driver is up" not in output.read_text():
         assert process.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.2)
+    shown = [p.pid for p in psutil.process_iter() if mark in " ".join(words(p))]
+    assert shown == [process.pid], "a value of --env is in a command line of a host"
     process.send_signal(signal.SIGTERM)
     assert process.wait(100) == 130, output.read_text()
     text = output.read_text()
@@ -103,6 +105,13 @@ def test_a_run_over_ssh_that_is_asked_to_stop(ssh, tmp_path, version):
     while left := [p for p in psutil.process_iter() if marked(p, mark)]:
         assert time.monotonic() < deadline, [p.cmdline() for p in left]
         time.sleep(0.2)
+
+
+def words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
 
 
 def marked(process: psutil.Process, mark: str) -> bool:

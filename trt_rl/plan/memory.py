@@ -45,8 +45,8 @@ class TrainerMemory:
     overhead: float
 
     def offloaded(self, what: Collection[str]) -> float:
-        """Of it, in host memory while an engine generates; gradients are not kept."""
-        return sum(getattr(self, part) for part in what)
+        """Of it, gone while an engine generates: the optimizer's part to host memory, gradients are not kept."""
+        return sum(getattr(self, part) for part in set(what))
 
     def resident(self, offload: Collection[str] = ()) -> float:
         """What stays while an engine generates on the same GPU."""

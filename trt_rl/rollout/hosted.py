@@ -31,6 +31,7 @@ class HostedEngine(RolloutEngine):
         self.model_path, self.arch, self.table, self.layout = model_path, arch, table, EngineLayout(layout.tp, layout.ep)
         self.can_sleep, self.options = sleep, options
         self._asleep: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None  # there from `start` to `stop`
         self._lock = threading.Lock()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "continued"), 0)
 
@@ -40,6 +41,7 @@ class HostedEngine(RolloutEngine):
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = None
 
     def _wait(self, work: Coroutine) -> Any:
         """The result of `work`, done on the loop. Not to be called there."""
@@ -55,10 +57,11 @@ class HostedEngine(RolloutEngine):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """False once the package or one of its processes has ended."""
+        """False once the package or one of its processes has ended. Asked between `start` and `stop`."""
 
     def health(self) -> dict[str, Any]:
-        return {"version": self.version, "poisoned": self.poisoned, "asleep": sorted(self._asleep), "alive": self.alive}
+        alive = self._loop is not None and self.alive
+        return {"version": self.version, "poisoned": self.poisoned, "asleep": sorted(self._asleep), "alive": alive}
 
     def stats(self) -> dict[str, float]:
         with self._lock:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from trt_rl.config import Recipe
-from trt_rl.errors import EngineLost, TrtRlError, WorkerDied
+from trt_rl.errors import EngineLost, TrtRlError, WorkerDied, WorkerSilent
 from trt_rl.observe.log import console
 from trt_rl.placement import Places
 from trt_rl.processes import gather, outcome_of, settle
@@ -90,12 +90,12 @@ class RolloutPool:
             done, _ = ray.wait(list(under_way), num_returns=1, timeout=self.recipe.run.wait_s)
             if not done:
                 names = ", ".join(f"engine {i}" for i in sorted({i for i, _ in under_way.values()}))
-                raise WorkerDied(f"no answer within {self.recipe.run.wait_s:.0f} s from: {names}")
+                raise WorkerSilent(f"no answer within {self.recipe.run.wait_s:.0f} s from: {names}")
             engine, given = under_way.pop(done[0])
             completions = outcome_of(done[0], f"engine {engine}")
             rows = [row for group in given for row in group.rows]
             if isinstance(completions, (EngineLost, WorkerDied)):
-                self._lose(engine, completions)
+                self.lose(engine, str(completions))
                 queued.pop(engine, None)
                 self.reissued += len(rows)
                 waiting.extendleft(reversed(given))
@@ -128,11 +128,14 @@ class RolloutPool:
                 ref = self.actors[engine].generate.remote([requests[row] for group in call for row in group.rows])
                 under_way[ref] = (engine, call)
 
-    def _lose(self, engine: int, error: TrtRlError) -> None:
-        if engine in self.serving:
-            self.lost[engine] = str(error)
-            self.serving = [i for i in self.serving if i != engine]
-            console.print(f"engine {engine} has ended and its requests go to the others: {error}")
+    def lose(self, engine: int, why: str) -> None:
+        """Go on without an engine that has ended. What is left of it ends too: a worker that lives on would keep its GPU's memory."""
+        if engine in self.lost:
+            return
+        self.lost[engine] = why
+        self.serving = [i for i in self.serving if i != engine]
+        ray.kill(self.actors[engine])
+        console.print(f"engine {engine} has ended and its requests go to the others: {why}")
 
     # --- control -----------------------------------------------------------------------------------------------
 
@@ -150,14 +153,21 @@ class RolloutPool:
         settle([self.actors[i].control.remote("wake", what) for i in engines], [f"engine {i}" for i in engines], self.recipe.run.wait_s)
 
     def _control(self, method: str, *args: Any) -> None:
-        """Call all serving engines. One that has ended is lost like one that ends while it generates."""
-        asked = list(self.serving)
-        refs = [self.actors[i].control.remote(method, *args) for i in asked]
+        self._ask_serving("control", method, *args)
+
+    def _ask_serving(self, method: str, *args: Any) -> list[Any]:
+        """Call all serving engines. One that has ended is lost like one that ends while it generates; one that does not answer
+        ends the run, because nobody knows what it holds."""
+        asked, answers = list(self.serving), []
+        refs = [getattr(self.actors[i], method).remote(*args) for i in asked]
         for engine, answer in zip(asked, settle(refs, [f"engine {i}" for i in asked], self.recipe.run.wait_s), strict=True):
-            if isinstance(answer, (EngineLost, WorkerDied)):
-                self._lose(engine, answer)
+            if isinstance(answer, (EngineLost, WorkerDied)) and not isinstance(answer, WorkerSilent):
+                self.lose(engine, str(answer))
             elif isinstance(answer, TrtRlError):
                 raise answer
+            else:
+                answers.append(answer)
+        return answers
 
     def begin_refit(self, step: str, *args: Any, only: list[int] | None = None) -> list[ray.ObjectRef]:
         """Start one step of a refit on engines `only` without waiting; see `refit.session`."""
@@ -165,7 +175,7 @@ class RolloutPool:
 
     def stats(self) -> list[dict[str, float]]:
         """Counters of every serving engine since it started."""
-        return self.wait([self.actors[i].stats.remote() for i in self.serving])
+        return self._ask_serving("stats")
 
     def wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
         return gather(refs, [f"engine {i}" for i in self.serving], self.recipe.run.wait_s)

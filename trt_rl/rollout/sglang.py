@@ -84,9 +84,10 @@ class SglangEngine(HostedEngine):
 
         try:
             super()._wait(build())  # ours waits for the end of what is not there yet
-        except TypeError as error:
-            raise EngineError(f"rollout.sglang: {error}; options are the fields of SGLang's ServerArgs") from error
         except _REFUSALS as error:
+            self._stop_loop()
+            if isinstance(error, TypeError):
+                raise EngineError(f"rollout.sglang: {error}; options are the fields of SGLang's ServerArgs") from error
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
         asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
@@ -130,6 +131,8 @@ class SglangEngine(HostedEngine):
 
     def stop(self) -> None:
         """End SGLang's processes. Its own shutdown ends every child of this process, which must have no others."""
+        if self._loop is None:  # it never started
+            return
         self._fail(EngineLost("the engine was stopped"))
         self._engine.shutdown()
         self._stop_loop()

@@ -90,7 +90,7 @@ class TrtllmEngine(HostedEngine):
             return llm
 
         try:
-            self._llm = self._wait(build())
+            self._llm = super()._wait(build())
         except _REFUSALS as error:
             self._stop_loop()
             raise EngineError(f"TensorRT-LLM {self.features.version} did not start: {type(error).__name__}: {error}") from error
@@ -158,7 +158,7 @@ class TrtllmEngine(HostedEngine):
         return {"sleep_config": SleepConfig(restore_modes={ExecutorMemoryType.KV_CACHE: "NONE"})}
 
     def stop(self) -> None:
-        if self._llm is None:  # it never started
+        if self._loop is None:  # it never started
             return
         self._fail(EngineLost("the engine was stopped"))
         self._llm.shutdown()
@@ -167,6 +167,15 @@ class TrtllmEngine(HostedEngine):
     @property
     def alive(self) -> bool:
         return not self._lost.done()
+
+    def _wait(self, work: Coroutine) -> Any:
+        try:
+            return super()._wait(work)
+        except RayError as error:
+            if not _is_death(error):
+                raise
+            gone = EngineLost(f"a TensorRT-LLM worker ended: {_first_line(error)}")
+            raise (super()._wait(self._look()) or self._fail(gone)) from error
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call every worker; the answer of each, in order of ranks. Every rank's answer is checked.
@@ -178,8 +187,6 @@ class TrtllmEngine(HostedEngine):
         try:
             answers = self._wait(self._llm.collective_rpc(method, args=args))
         except RayError as error:
-            if _is_death(error):
-                raise (self._wait(self._look()) or self._fail(EngineLost(f"a TensorRT-LLM worker ended: {_first_line(error)}"))) from error
             raise RefitError(f"{method} failed in a TensorRT-LLM worker: {_first_line(error)}") from error
         except _REFUSALS as error:
             raise RefitError(f"{method} failed in a TensorRT-LLM worker: {type(error).__name__}: {error}") from error

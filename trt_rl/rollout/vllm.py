@@ -67,6 +67,7 @@ class VllmEngine(HostedEngine):
         try:
             self._llm = self._wait(build())
         except (RuntimeError, ValueError) as error:  # what vLLM and pydantic raise on settings that do not fit
+            self._stop_loop()
             raise EngineError(f"vLLM did not start: {error}") from error
 
     def engine_args(self) -> dict[str, Any]:
@@ -98,6 +99,8 @@ class VllmEngine(HostedEngine):
         }
 
     def stop(self) -> None:
+        if self._loop is None:  # it never started
+            return
         self._llm.shutdown()
         self._stop_loop()
 
@@ -230,7 +233,11 @@ class VllmEngine(HostedEngine):
             self._rpc("trt_rl_disconnect")  # the trainer must not wait for this engine
             raise RefitError(f"{len(self._running)} requests are running; pause the engine (drain or abort) before a refit")
         self.poisoned = f"a refit to version {refit.version} has begun and not committed"
-        reports = self._rpc("trt_rl_receive", refit.version, refit.verify, refit.full)
+        try:
+            reports = self._rpc("trt_rl_receive", refit.version, refit.verify, refit.full)
+        except TimeoutError as error:
+            self.poisoned = f"a refit failed: vLLM's workers did not answer within {self.wait_s:.0f} s"
+            raise RefitError(self.poisoned) from error
         if failures := [answer["failure"] for answer in reports if "failure" in answer]:
             self.poisoned = f"a refit failed: {'; '.join(failures)}"
             raise RefitError("; ".join(failures))

@@ -111,12 +111,13 @@ class RefitExtension:
 
     def trt_rl_receive(self, version: int, verify: str, full: bool) -> dict[str, Any]:
         """The report of this rank, or `{"failure": reason}`: vLLM would pass an exception on without its type."""
+        failures = (RefitError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
         try:
             report = self._trt_rl_member.receive(Refit(version, verify, full))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        except RefitError as error:
-            return {"failure": str(error)}
+        except failures as error:
+            return {"failure": str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"}
         return report.as_dict()
 
     def trt_rl_disconnect(self) -> None:

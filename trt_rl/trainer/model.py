@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from trt_rl.arch import Arch
 from trt_rl.errors import RecipeError
 from trt_rl.layout import Layout
+from trt_rl.plan.megatron import unknown_fields
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -51,8 +52,10 @@ def start_parallel_state(layout: Layout, seed: int) -> None:
 
 
 def transformer_config(arch: Arch, layout: Layout, precision: str, overrides: dict) -> TransformerConfig:
-    """Megatron's configuration of `arch`; `overrides` are the recipe's `trainer.megatron` keys, which the plan has checked."""
+    """Megatron's configuration of `arch`; `overrides` are the recipe's `trainer.megatron` keys."""
     on_gpu = torch.cuda.is_available()
+    if unknown := list(unknown_fields(overrides)):  # the plan knows only where Megatron is installed
+        raise RecipeError("; ".join(unknown))
     if layout.cp > 1 and not on_gpu:
         raise RecipeError(
             f"trainer.parallel.cp = {layout.cp} needs CUDA: only Transformer Engine's attention can be cut along the sequence"
