@@ -436,6 +436,19 @@ def test_a_killed_worker_ends_its_requests(serve, release, rank, hangs):
         engine.release_places()
 
 
+@pytest.mark.parametrize("release", ["1.3.0rc15", "1.4.0rc1"])
+def test_a_worker_that_ends_while_idle_is_named_by_the_next_call(serve, release):
+    serve(release).refit()
+    engine = serve(release, end=True).engine
+    try:
+        os.kill(engine.in_workers(pid)[0], signal.SIGKILL)
+        with pytest.raises(EngineLost, match="the TensorRT-LLM worker of rank 0 ended"):
+            engine.pause("drain")
+        assert not engine.health()["alive"]
+    finally:
+        engine.release_places()
+
+
 # --- two nodes --------------------------------------------------------------------------------------------------
 
 
