@@ -168,7 +168,11 @@ def answers(address: str, port: int) -> bool:
 
 def problems_here(ports: Ports, paths: list[str], gpus: int, patience_s: float = 20.0) -> list[str]:
     """Of the machine on which this runs."""
-    found = [f"{path} is missing; it must exist on every node (a shared folder, or a copy)" for path in paths if not Path(path).exists()]
+    found = [
+        f"{path} is missing; it must exist on every node (a shared folder or a copy; in a container --mount)"
+        for path in paths
+        if not Path(path).exists()
+    ]
     if importlib.util.find_spec("ray") is None:
         found.append(f"{sys.executable} has no Ray; name the right interpreter with --python, or the image with --image")
     if gpus and (here := visible_gpus()) < gpus:
@@ -230,6 +234,8 @@ def environment_problems(pairs: tuple[str, ...]) -> list[str]:
 
 def clean_environment() -> dict[str, str]:
     """Of this process, without what Slurm, PMI and MPI left: Ray hands its environment to every worker, where TensorRT-LLM would
-    choose MPI, or abort in it. Without the address and the token of another cluster, too."""
+    choose MPI, or abort in it. Without the address and the token of another cluster, too, and without what pyxis sets in images
+    of PyTorch: it describes the step, not the trainer's ranks."""
     foreign = ("PMI", "MPI", "OMPI", "SLURM", "RAY_ADDRESS", "RAY_AUTH")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    steps = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign) and name not in steps}
