@@ -70,7 +70,7 @@ def slurm_command(
     """Write the sbatch script of a run, and submit it with --submit."""
     try:
         resolved = _sized(recipe, overrides, nodes, gpus_per_node)
-        box = Container(container, image, tuple(mount or ()))
+        box = Container(container, image, tuple(mount or ()), inputs=_inputs(resolved, command))
         recipes = _recipes(resolved, replicas)
         job = SlurmJob(
             name=job_name or resolved.name,
@@ -90,7 +90,7 @@ def slurm_command(
             replicas=replicas,
             container=box,
             setup=setup,
-            environment=tuple(env or ()),
+            environment=(*_nccl(), *(env or ())),
             ready_timeout_s=ready_timeout,
             first_port=first_port,
             ip_version=ip_version,
@@ -248,6 +248,13 @@ def _model_paths(recipe: Recipe, command: str) -> tuple[str, ...]:
 def _stem(recipe: Recipe) -> str:
     """Of its file: another recipe has another name, so that a later launch does not change what a waiting job will read."""
     return f"recipe-{hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:8]}"
+
+
+def _inputs(recipe: Recipe, command: str) -> tuple[str, ...]:
+    """Absolute paths of what a training run reads: what a container must show at the same place."""
+    named = (recipe.model.path, recipe.model.tokenizer, recipe.data.train.source, recipe.data.validation and recipe.data.validation.source)
+    files = [name for name in named[:2] if name] + [name for name in named[2:] if name and name.endswith((".jsonl", ".json", ".parquet"))]
+    return () if command else tuple(os.path.abspath(name) for name in files)
 
 
 def _recipes(recipe: Recipe, replicas: int) -> dict[str, str]:

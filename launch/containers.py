@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,11 @@ class Container:
     runtime: str = "none"
     image: str = ""
     mounts: tuple[str, ...] = ()
-    """HOST:CONTAINER, besides the working folder and the run's."""
+    """HOST:CONTAINER, besides `folders` and `inputs`."""
+    folders: tuple[str, ...] = ()
+    """Of the host, at the same place inside; the first is the working folder."""
+    inputs: tuple[str, ...] = ()
+    """Absolute paths of what the run reads. Those that are not on the machine that submits may be in the image."""
 
     def problems(self) -> Iterator[str]:
         """Found on the machine that submits; every node looks for the image again."""
@@ -31,6 +35,11 @@ class Container:
         for mount in self.mounts:
             if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[^:,]+)?", mount):
                 yield f"--mount {mount!r} is not /HOST:/CONTAINER (no colon or comma in either)"
+        if self.runtime != "none" and (odd := [path for path in (*self.folders, *self.inputs) if set(":,") & set(path)]):
+            yield f"a container cannot mount {' and '.join(odd)}: colon and comma separate mounts; rename the folder"
+        # pyxis writes mounts between double quotes into a script of bash, which would read these.
+        if self.runtime == "pyxis" and (odd := [mount for mount in self._all_mounts() if set('$`"') & set(mount)]):
+            yield f"pyxis cannot mount {' and '.join(odd)}: dollar, backtick and double quote mean something to it; rename the folder"
 
     @property
     def image_file(self) -> str:
@@ -48,29 +57,53 @@ class Container:
     def values(self) -> tuple[str, ...]:
         return self.image, *self.mounts
 
-    def _mounts(self, *folders: str) -> list[str]:
-        return [*(f"{folder}:{folder}" for folder in dict.fromkeys(folders)), *self.mounts]
+    def _all_mounts(self) -> list[str]:
+        """In this order: a later one may lie in an earlier one."""
+        # enroot gives each step a /tmp of its own, in memory; Ray's sockets are there, which attach.sh needs. Apptainer shares it.
+        tmp = ["/tmp:/tmp"] if self.runtime == "pyxis" else []
+        own = (f"{folder}:{folder}" for folder in self.folders)
+        read = (mount for path in self.inputs for mount in _mounts_of(path, self.folders))
+        return list(dict.fromkeys([*tmp, *own, *read, *self.mounts]))
 
-    def srun_options(self, workdir: str, launch_folder: str) -> list[str]:
+    def srun_options(self, names: Sequence[str]) -> list[str]:
+        """
+        Args:
+            names: of environment variables that keep their values where the image sets them too.
+        """
         if self.runtime != "pyxis":
             return []
-        mounts = ",".join(self._mounts(workdir, _run_folder(launch_folder)))
         return [
             f"--container-image={os.path.abspath(self.image) if self.image_file else self.image}",  # pyxis pulls what has no slash first
-            f"--container-mounts={mounts}",
-            f"--container-workdir={workdir}",
+            f"--container-mounts={','.join(self._all_mounts())}",
+            f"--container-workdir={self.folders[0]}",
             "--no-container-mount-home",
+            "--container-writable",  # compilers of kernels keep what they made in the home folder; the next step has a new container
+            *([f"--container-env={','.join(dict.fromkeys(names))}"] if names else []),
         ]
 
-    def command(self, workdir: str, launch_folder: str, gpus: bool) -> list[str]:
+    def command(self, gpus: bool) -> list[str]:
         if self.runtime != "apptainer":
             return []
-        binds = [f"--bind={mount}" for mount in self._mounts(workdir, _run_folder(launch_folder))]
-        return ["apptainer", "exec", *(["--nv"] if gpus else []), *binds, f"--pwd={workdir}", self.image]
+        binds = [f"--bind={mount}" for mount in self._all_mounts()]
+        return ["apptainer", "exec", *(["--nv"] if gpus else []), *binds, f"--pwd={self.folders[0]}", self.image]
 
 
-def _run_folder(launch_folder: str) -> str:
-    return str(Path(launch_folder).parent)
+def _mounts_of(path: str, mounted: Sequence[str]) -> Iterator[str]:
+    """So that `path` is found inside; in a folder also what its links lead to, as in Hugging Face's cache."""
+
+    def one(inside: str) -> Iterator[str]:
+        source = os.path.realpath(inside)
+        if any(Path(inside).is_relative_to(folder) for folder in mounted):
+            inside = source  # the link itself is there
+        if os.path.exists(source) and not any(Path(inside).is_relative_to(folder) for folder in mounted):
+            yield f"{source}:{inside}"
+
+    yield from one(path)
+    for entry in os.scandir(path) if os.path.isdir(path) else ():
+        if entry.is_symlink():
+            target = os.path.normpath(os.path.join(path, os.readlink(entry.path)))
+            if not Path(target).is_relative_to(path):
+                yield from one(os.path.dirname(target))
 
 
 _EXAMPLE = {"pyxis": "nvcr.io#nvidia/tensorrt-llm/release:1.3.0rc15", "apptainer": "docker://nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc15"}

@@ -373,6 +373,12 @@ def _take_environment() -> None:
     os.execve(sys.executable, [sys.executable, "-m", "launch.ray_cluster", *own], os.environ | json.loads(line))
 
 
+def _where(hosts: tuple[Host, ...], given: argparse.Namespace) -> str:
+    """The head's address, and Ray's there."""
+    address = head_address(hosts, given.ip_version)
+    return f"{address} {joined(address, ports_of(hosts, hosts[0].name, given.job, given.first_port).gcs)}"
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.ray_cluster", description=__doc__)
     parser.add_argument("role", choices=("check", "address", "head", "worker", "watch"))
@@ -402,8 +408,7 @@ def main(arguments: list[str]) -> int:
     try:
         hosts = Host.parse(given.hosts)
         if given.role == "address":
-            address = head_address(hosts, given.ip_version)
-            print(address, joined(address, ports_of(hosts, hosts[0].name, given.job, given.first_port).gcs))
+            print(_where(hosts, given))
             return 0
         if given.role == "check":
             found = problems_here(ports_of(hosts, given.me, given.job, given.first_port), given.path, given.gpus)
@@ -414,6 +419,8 @@ def main(arguments: list[str]) -> int:
                 (given.logs / f"{given.me}.state").write_text(
                     "it lacks something" if found else "it passed the checks, then nothing was heard of it"
                 )
+                if given.me == hosts[0].name:
+                    (given.logs / "address").write_text(_where(hosts, given) + "\n")
             return 2 if found else 0
         cluster = Cluster(
             hosts, given.me, given.job, given.first_port, given.address, given.cpus, given.gpus, given.object_store_bytes,

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -52,9 +52,15 @@ class SlurmJob:
     def script(self) -> Path:
         return self.launch_folder / "trt_rl.sbatch"
 
+    @property
+    def _box(self) -> Container:
+        """The container with the folders of this job."""
+        folders = dict.fromkeys((str(self.workdir), str(self.launch_folder.parent)))
+        return replace(self.container, folders=tuple(folders))
+
     def problems(self) -> list[str]:
         """What would end the job, or change what its script does."""
-        found = list(self.container.problems())
+        found = list(self._box.problems())
         values = [self.name, str(self.launch_folder), str(self.workdir), self.python, *self.paths, *self.sbatch, *self.environment]
         values += [self.time, *(self.driver or ()), *self.container.values()]
         found += [f"{v!r} holds a line break or NUL, which no script can carry in one line" for v in values if re.search(r"[\n\r\0]", v)]
@@ -66,9 +72,6 @@ class SlurmJob:
             found.append(
                 f"run.folder = {self.launch_folder} holds a backslash, which Slurm reads as part of a file name pattern; rename it"
             )
-        folders = (self.workdir, self.launch_folder.parent)
-        if self.container.runtime != "none" and (odd := [str(f) for f in folders if set(":,") & set(str(f))]):
-            found.append(f"a container cannot mount {' and '.join(odd)}: colon and comma separate mounts; rename the folder")
         for option in self.sbatch:
             if not option.startswith("-"):
                 found.append(f"--sbatch {option!r} is no option of sbatch; write e.g. --sbatch=--partition=h100")
@@ -91,7 +94,9 @@ class SlurmJob:
             raise LaunchError.of("the job cannot be launched", found)
         recipe = f'"$launch_folder/{self.recipe}$replica.yaml"'
         driver = _words(self.driver) if self.driver else f'"$python" -m trt_rl.cli train {recipe} --resume-or-start'
-        container, ray, quote = self.container, [], shlex.quote
+        container, ray, quote = self._box, [], shlex.quote
+        names = [name for name, _, _ in (pair.partition("=") for pair in self.environment)]
+        version = [f"--ip-version={self.ip_version}"] if self.ip_version else []
         ray += [f"--cpus={self.cpus_per_node}"] if self.cpus_per_node else []
         ray += [f"--object-store-bytes={self.object_store_bytes}"] if self.object_store_bytes else []
         values = {
@@ -105,11 +110,10 @@ class SlurmJob:
             "SETUP": quote(self.setup),
             "RUNTIME": quote(container.program),
             "IMAGE_FILE": quote(container.image_file),
-            "STEP_OPTIONS": _words(container.srun_options(str(self.workdir), str(self.launch_folder))),
-            "INSIDE": _words(container.command(str(self.workdir), str(self.launch_folder), bool(self.gpus_per_node))),
+            "STEP_OPTIONS": _words(container.srun_options(names)),
+            "INSIDE": _words(container.command(bool(self.gpus_per_node))),
             "RAY_OPTIONS": _words(ray),
-            "ADDRESS_OPTIONS": _words([f"--ip-version={self.ip_version}"] if self.ip_version else []),
-            "CHECK_OPTIONS": _words([f"--path={path}" for path in self.paths]),
+            "CHECK_OPTIONS": _words([*(f"--path={path}" for path in self.paths), *version]),
             "DRIVER": driver,
             "EXPORTS": "".join(f"export {k}={quote(v)}\n" for k, _, v in (pair.partition("=") for pair in self.environment)),
         }
@@ -145,7 +149,8 @@ def submit(script: Path) -> str:
 
 
 def _words(items) -> str:
-    return " ".join(shlex.quote(item) for item in items)
+    """For an array of bash; shellcheck takes a bare comma there for a mistake."""
+    return " ".join(f"'{item}'" if "," in item and shlex.quote(item) == item else shlex.quote(item) for item in items)
 
 
 def _sbatch_word(option: str) -> str:
