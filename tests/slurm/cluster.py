@@ -33,7 +33,12 @@ def _program(name: str) -> str | None:
 class SlurmCluster:
     """Started by `start`, stopped by `stop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, pyxis: Path | None = None) -> None:
+        """
+        Args:
+            pyxis: the SPANK plugin; `srun` then starts containers, by the `enroot` on PATH.
+        """
+        self.pyxis = pyxis
         self.folder = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))  # short: it holds sockets
         self.processes: list[subprocess.Popen] = []
         self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -57,7 +62,7 @@ class SlurmCluster:
         self._spawn("slurmctld", "-D", "-i")
         self.until(lambda: "UP" in self._run("scontrol", "ping").stdout, "slurmctld", 120)
         for node in NODES:
-            self._spawn("slurmd", "-D", "-N", node)
+            self._spawn("slurmd", "-D", "-N", node, path=self._containers(node) if self.pyxis else None)
         self.until(lambda: self._run("sinfo", "-h", "-o", "%t %D").stdout.split() == ["idle", "2"], "two idle nodes", 120)
 
     def _write_configuration(self) -> None:
@@ -103,12 +108,30 @@ class SlurmCluster:
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} State=UNKNOWN"
             )
         lines.append(f"PartitionName=test Nodes={','.join(NODES)} Default=YES OverSubscribe=NO State=UP MaxTime=60")
+        if self.pyxis:
+            lines.append(f"PlugStackConfig={self.folder}/plugstack.conf")
+            # With this scope containers of a killed step are removed too: Slurm also kills what pyxis starts to remove them.
+            options = f"runtime_path={self.folder}/pyxis container_scope=job"
+            (self.folder / "plugstack.conf").write_text(f"required {self.pyxis} {options}\n")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
-    def _spawn(self, program: str, *arguments: str) -> None:
+    def root_filesystems(self, node: str) -> Path:
+        """Where enroot keeps a node's containers. Each node has a folder, because both would give theirs the same name."""
+        return self.folder / node / "containers"
+
+    def _containers(self, node: str) -> str:
+        """PATH for a node's slurmd, of which pyxis keeps nothing else of the environment."""
+        program = self.folder / node / "bin/enroot"
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\nENROOT_DATA_PATH={self.root_filesystems(node)} exec {shutil.which("enroot")} "$@"\n')
+        program.chmod(0o755)
+        return f"{program.parent}:{os.environ['PATH']}"
+
+    def _spawn(self, program: str, *arguments: str, path: str | None = None) -> None:
         log = (self.folder / f"{program}{len(self.processes)}.log").open("w")
+        environment = self.environment | ({"PATH": path} if path else {})
         self.processes.append(
-            subprocess.Popen([_program(program), *arguments], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            subprocess.Popen([_program(program), *arguments], env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         )
 
     def _run(self, *command: str) -> subprocess.CompletedProcess:

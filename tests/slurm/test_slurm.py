@@ -89,7 +89,7 @@ class Job:
             return False
 
 
-def submit(slurm: SlurmCluster, folder: Path, *arguments: str, driver: list[str] | None = None) -> Job:
+def submit(slurm: SlurmCluster, folder: Path, *arguments: str, driver: list[str] | None = None, python: str = sys.executable) -> Job:
     """Through the command line, as a user does, in an environment as an MPI launcher leaves it."""
     mark = uuid.uuid4().hex
     environment = slurm.environment | LEFT_BY_LAUNCHERS | {"TRT_RL_TEST_MARK": mark, "PYTHONPATH": str(ROOT), "NCCL_DEBUG": "WARN"}
@@ -97,7 +97,7 @@ def submit(slurm: SlurmCluster, folder: Path, *arguments: str, driver: list[str]
     command += ["--object-store-memory=80000000", "--ready-timeout=400", "--submit", *arguments]
     command.append(f"run.folder={json.dumps(str(folder))}")  # overrides are YAML: quoted, because # may begin a comment
     if driver:
-        command += ["--command", shlex.join([sys.executable, str(ROOT / "tests/slurm/drivers.py"), *driver])]
+        command += ["--command", shlex.join([python, str(ROOT / "tests/slurm/drivers.py"), *driver])]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return Job(slurm, re.match(r"job (\d+);", done.stdout)[1], folder, mark)
