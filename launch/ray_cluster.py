@@ -43,7 +43,8 @@ _FAILED = "failed: "
 _ATTEMPTS = 5  # `ray start` gives its own processes 30 s, which a busy machine or a slow file system can exceed
 _DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # the driver has ended, and Slurm waits seconds only (KillWait)
 _WITHOUT_RAY_S = 60.0  # for a driver to notice that its cluster has ended
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = 128 + signal.SIGTERM
+"""Exit code of a head that was asked to stop before there was a driver. A driver that has saved ends with 130."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,10 @@ case "$*" in
     echo 10.0.0.1 10.0.0.1:20000 >"$2/address"
     exit "${CHECK_CODE:-0}" ;;
 *" worker "*) cat >/dev/null ;;
-*" head "*) exit "${HEAD_CODE:-0}" ;;
+*" head "*)
+    if [ -n "${HEAD_ASKS:-}" ]; then kill -USR1 "$PPID"; sleep 0.5; fi
+    sleep "${HEAD_S:-0}"
+    exit "${HEAD_CODE:-0}" ;;
 esac
 """
 
@@ -156,6 +159,26 @@ def test_nothing_starts_where_a_check_fails_or_hangs(stand_in, tmp_path):
     code, calls, text = stand_in(job, CHECK_S="60")
     assert code == 2 and "nothing was started; no answer within 2 s (--ready-timeout) from: n1 n3\n" in text
     assert not any(" head " in call or " worker " in call for call in calls)
+
+
+def test_a_job_that_never_comes_to_a_checkpoint_does_not_go_round_for_ever(stand_in, tmp_path):
+    job, unsaved = replace(JOB, launch_folder=tmp_path / "launch"), tmp_path / "launch/321.unsaved"
+
+    def interrupted(attempt: int, code: str) -> tuple[bool, str]:
+        exit_code, calls, text = stand_in(job, HEAD_ASKS="1", HEAD_CODE=code, SLURM_RESTART_COUNT=str(attempt))
+        assert exit_code == int(code)
+        return "scontrol requeue 321" in calls, text
+
+    assert interrupted(0, "143")[0] and interrupted(1, "143")[0]
+    assert interrupted(2, "130")[0] and not unsaved.exists(), "it has saved: the count begins anew"
+    assert interrupted(3, "143")[0] and interrupted(4, "143")[0]
+    requeued, text = interrupted(5, "143")
+    assert not requeued and "not requeued: three attempts in a row were interrupted before a checkpoint" in text
+
+
+def test_a_head_that_slurm_does_not_start_is_named_at_the_deadline(stand_in, tmp_path):
+    code, _, text = stand_in(replace(JOB, launch_folder=tmp_path / "launch", ready_timeout_s=2), HEAD_S="60")
+    assert code == 2 and "Slurm did not start the head's step on n1 within 2 s (--ready-timeout)" in text
 
 
 def test_a_replica_takes_its_own_recipe(stand_in, tmp_path):

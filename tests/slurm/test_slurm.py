@@ -202,7 +202,7 @@ def test_two_jobs_share_the_machines(slurm, jobs):
 
 @pytest.mark.slow  # Slurm counts time limits in minutes
 def test_before_the_time_limit_slurm_has_it_saved_and_requeued(slurm, tmp_path):
-    job = submit(slurm, tmp_path / "run", "--time=3", "--grace=120", *TRAINING)
+    job = submit(slurm, tmp_path / "run", "--time=5", "--grace=60", *TRAINING)
     job.until(lambda: last_saved(job), "a checkpoint that Slurm's own signal asked for")
     one_more_step(job, last_saved(job))
     shown, text = job.wait(), job.text()
