@@ -35,7 +35,8 @@ class Container:
         for mount in self.mounts:
             if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[^:,]+)?", mount):
                 yield f"--mount {mount!r} is not /HOST:/CONTAINER (no colon or comma in either)"
-        if self.runtime != "none" and (odd := [path for path in (*self.folders, *self.inputs) if set(":,") & set(path)]):
+        ours = [mount for mount in self._all_mounts() if mount not in self.mounts] if self.runtime != "none" else []
+        if odd := [mount for mount in ours if mount.count(":") != 1 or "," in mount]:
             yield f"a container cannot mount {' and '.join(odd)}: colon and comma separate mounts; rename the folder"
         # pyxis writes mounts between double quotes into a script of bash, which would read these.
         if self.runtime == "pyxis" and (odd := [mount for mount in self._all_mounts() if set('$`"') & set(mount)]):

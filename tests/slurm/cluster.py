@@ -110,9 +110,7 @@ class SlurmCluster:
         lines.append(f"PartitionName=test Nodes={','.join(NODES)} Default=YES OverSubscribe=NO State=UP MaxTime=60")
         if self.pyxis:
             lines.append(f"PlugStackConfig={self.folder}/plugstack.conf")
-            # With this scope containers of a killed step are removed too: Slurm also kills what pyxis starts to remove them.
-            options = f"runtime_path={self.folder}/pyxis container_scope=job"
-            (self.folder / "plugstack.conf").write_text(f"required {self.pyxis} {options}\n")
+            (self.folder / "plugstack.conf").write_text(f"required {self.pyxis} runtime_path={self.folder}/pyxis\n")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def root_filesystems(self, node: str) -> Path:

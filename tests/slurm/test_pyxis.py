@@ -123,10 +123,11 @@ def test_a_driver_sees_the_launchs_variables_and_its_exit_code_is_the_jobs(pyxis
     assert not job.left_behind() and not unpacked(pyxis)
 
 
-def test_a_cancelled_job_leaves_no_container(pyxis, outside):
+def test_a_cancelled_job_leaves_no_process(pyxis, outside):
+    """It may leave a container on a node's disk, because Slurm kills `enroot remove` as well: see docker/README.md."""
     run = outside / "run"
     job = contained(pyxis, run, driver=["sleep", str(run)])
     job.until((run / "started").exists, "its driver")
     pyxis.cancel(job.number)
     assert job.wait()["JobState"] == "CANCELLED"
-    assert not job.left_behind() and not unpacked(pyxis)
+    assert not job.left_behind()
