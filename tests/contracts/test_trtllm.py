@@ -436,7 +436,7 @@ def test_a_killed_worker_ends_its_requests(serve, release, rank, hangs):
         engine.release_places()
 
 
-@pytest.mark.parametrize("release", ["1.3.0rc15", "1.4.0rc1"])
+@pytest.mark.parametrize("release", ["1.3.0rc29", "1.4.0rc1"])
 def test_a_worker_that_ends_while_idle_is_named_by_the_next_call(serve, release):
     serve(release).refit()
     engine = serve(release, end=True).engine
