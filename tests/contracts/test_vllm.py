@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
 import time
 
 import psutil
@@ -13,6 +12,7 @@ import torch
 
 from tests.contracts.conftest import OPTIONS
 from tests.support.refits import refit_engine
+from tests.support.trtllm import Background
 from trt_rl.arch import Arch
 from trt_rl.errors import EngineError, EngineLost
 from trt_rl.layout import EngineLayout
@@ -41,20 +41,11 @@ def test_a_killed_engine_process_ends_waiting_requests(folder):
     engine = start(folder)
     (mine,) = cores() - others
     refit_engine(engine, folder, 0)
-    found: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            asyncio.run(engine.generate(Request("long", (3, 4, 5), Sampling(max_tokens=500))))
-        except EngineError as error:
-            found.append(error)
-
-    waiting = threading.Thread(target=ask, daemon=True)
-    waiting.start()
+    waiting = Background(engine, Request("long", (3, 4, 5), Sampling(max_tokens=500)))
     time.sleep(1.0)
     mine.kill()
-    waiting.join(60)
-    assert found and isinstance(found[0], EngineLost) and "vLLM's engine process ended" in str(found[0])
+    found = waiting.finish()
+    assert isinstance(found, EngineLost) and "vLLM's engine process ended" in str(found)
     with pytest.raises(EngineLost):
         asyncio.run(engine.generate(Request("later", (3, 4), Sampling(max_tokens=2))))
     engine.stop()

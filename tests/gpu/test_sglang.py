@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import signal
-import threading
 import time
 
 import psutil
@@ -18,8 +15,9 @@ import torch
 
 from tests.support.models import hf_logits, write_model
 from tests.support.refits import connect, move, refit_engine
+from tests.support.trtllm import Background
 from trt_rl.arch import Arch
-from trt_rl.errors import EngineError, EngineLost
+from trt_rl.errors import EngineLost
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionPolicy, PrecisionTable
 from trt_rl.rollout.engine import Request, Sampling, make_engine
@@ -116,21 +114,12 @@ def test_a_killed_scheduler_ends_waiting_requests(tmp_path):
     engine = make_engine("sglang", str(folder), arch, PrecisionTable.build(arch, PrecisionPolicy("bf16")), EngineLayout(), OPTIONS)
     engine.start()
     refit_engine(engine, folder, 0)
-    found: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            asyncio.run(engine.generate(Request("long", (3, 4, 5), Sampling(max_tokens=1000))))
-        except EngineError as error:
-            found.append(error)
-
-    waiting = threading.Thread(target=ask, daemon=True)
-    waiting.start()
+    waiting = Background(engine, Request("long", (3, 4, 5), Sampling(max_tokens=1000)))
     time.sleep(1.0)
     (scheduler,) = [p for p in psutil.Process().children() if "scheduler" in " ".join([p.name(), *p.cmdline()])]
-    os.kill(scheduler.pid, signal.SIGKILL)
-    waiting.join(60)
-    assert found and isinstance(found[0], EngineLost) and f"SGLang's process {scheduler.pid} has ended" in str(found[0])
+    scheduler.kill()
+    found = waiting.finish()
+    assert isinstance(found, EngineLost) and f"SGLang's process {scheduler.pid} has ended" in str(found)
     engine.stop()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from trt_rl.arch import Arch
+from trt_rl.errors import EngineLost
 from trt_rl.layout import EngineLayout
 from trt_rl.refit.precision import PrecisionTable
 from trt_rl.rollout.engine import Completion, Request, RolloutEngine
@@ -32,6 +33,7 @@ class HostedEngine(RolloutEngine):
         self.can_sleep, self.options = sleep, options
         self._asleep: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None  # there from `start` to `stop`
+        self._lost: asyncio.Future | None = None  # of packages that do not tell by themselves that a process has ended
         self._lock = threading.Lock()
         self._stats = dict.fromkeys(("requests", "generated_tokens", "prefill_tokens", "cached_tokens", "continued"), 0)
 
@@ -54,10 +56,32 @@ class HostedEngine(RolloutEngine):
     async def _generate(self, request: Request) -> Completion:
         """`generate`, on the loop."""
 
-    @property
+    def stop(self) -> None:
+        if self._loop is None:  # it never started
+            return
+        self._end()
+        self._stop_loop()
+
     @abstractmethod
+    def _end(self) -> None:
+        """Shut the package down; waiting requests fail."""
+
+    def _fail(self, error: EngineLost) -> EngineLost:
+        """End all that waits for `_lost` with `error`; the engine serves nothing any more."""
+
+        def tell() -> None:
+            if not self._lost.done():
+                self._lost.set_exception(error)
+                self._lost.exception()  # whoever waits raises it; nobody may be waiting
+            self.poisoned = str(error)  # not before: a request that finds the reason finds the engine lost as well
+
+        self._loop.call_soon_threadsafe(tell)
+        return error
+
+    @property
     def alive(self) -> bool:
         """False once the package or one of its processes has ended. Asked between `start` and `stop`."""
+        return not self._lost.done()
 
     def health(self) -> dict[str, Any]:
         alive = self._loop is not None and self.alive

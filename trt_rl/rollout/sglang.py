@@ -129,29 +129,10 @@ class SglangEngine(HostedEngine):
             "enable_memory_saver": self.can_sleep,
         }
 
-    def stop(self) -> None:
-        """End SGLang's processes. Its own shutdown ends every child of this process, which must have no others."""
-        if self._loop is None:  # it never started
-            return
+    def _end(self) -> None:
+        """SGLang's own shutdown ends every child of this process, which must have no others."""
         self._fail(EngineLost("the engine was stopped"))
         self._engine.shutdown()
-        self._stop_loop()
-
-    @property
-    def alive(self) -> bool:
-        return not self._lost.done()
-
-    def _fail(self, error: EngineLost) -> EngineLost:
-        """End all waiting requests with `error`; the engine serves nothing any more."""
-
-        def tell() -> None:
-            if not self._lost.done():
-                self._lost.set_exception(error)
-                self._lost.exception()  # whoever waits raises it; nobody may be waiting
-
-        self.poisoned = str(error)
-        self._loop.call_soon_threadsafe(tell)
-        return error
 
     async def _watch(self) -> None:
         """Notice the end of one of SGLang's processes: what waits for its answer would wait for ever."""

@@ -64,7 +64,6 @@ class TrtllmEngine(HostedEngine):
         """As `HostedEngine`; options are fields of TensorRT-LLM's `TorchLlmArgs`, e.g. kv_cache_config, max_batch_size."""
         super().__init__(*args, **options)
         self._running: dict[str, _Running] = {}
-        self._lost: asyncio.Future | None = None
         self._llm: Any = None
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -157,16 +156,9 @@ class TrtllmEngine(HostedEngine):
         # The KV cache is refilled. Weights come back from host memory: besides what a refit writes there are constants.
         return {"sleep_config": SleepConfig(restore_modes={ExecutorMemoryType.KV_CACHE: "NONE"})}
 
-    def stop(self) -> None:
-        if self._loop is None:  # it never started
-            return
+    def _end(self) -> None:
         self._fail(EngineLost("the engine was stopped"))
         self._llm.shutdown()
-        self._stop_loop()
-
-    @property
-    def alive(self) -> bool:
-        return not self._lost.done()
 
     def _wait(self, work: Coroutine) -> Any:
         try:
@@ -195,18 +187,6 @@ class TrtllmEngine(HostedEngine):
         if failures := [a["failure"] for a in answers if isinstance(a, dict) and "failure" in a]:
             raise RefitError("; ".join(failures))
         return answers
-
-    def _fail(self, error: EngineLost) -> EngineLost:
-        """End all waiting requests with `error`; the engine serves nothing any more."""
-
-        def tell() -> None:
-            if not self._lost.done():
-                self._lost.set_exception(error)
-                self._lost.exception()  # whoever waits raises it; nobody may be waiting
-            self.poisoned = str(error)  # not before: a request that finds the reason finds the engine lost as well
-
-        self._loop.call_soon_threadsafe(tell)
-        return error
 
     async def _watch(self) -> None:
         """Notice the death of a worker while requests run: TensorRT-LLM itself may go on waiting for it."""

@@ -98,11 +98,8 @@ class VllmEngine(HostedEngine):
             "enable_sleep_mode": self.can_sleep,
         }
 
-    def stop(self) -> None:
-        if self._loop is None:  # it never started
-            return
+    def _end(self) -> None:
         self._llm.shutdown()
-        self._stop_loop()
 
     @property
     def alive(self) -> bool:
